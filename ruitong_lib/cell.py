@@ -1,0 +1,302 @@
+"""The cell: the frozen parameters of one run, their checks, the label, and the expansion of a grid file."""
+
+import ast
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ruitong_lib.errors import RuitongError, did_you_mean
+from ruitong_lib.prompts import load_prompts
+
+# Raise it when a change to the collectors changes numbers: finished cells are then collected again.
+COLLECT_VERSION = 1
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "engine": ("transformers",),
+    "precision": ("fp32", "bf16", "fp16", "w8a8"),
+    "attention": ("sdpa", "eager", "flash_attention_2"),
+    "onednn_isa": (
+        "",
+        "AVX512_CORE_AMX_FP16",
+        "AVX512_CORE_AMX",
+        "AVX512_CORE_FP16",
+        "AVX512_CORE_BF16",
+        "AVX512_CORE",
+        "AVX2",
+    ),
+    "scoring": ("replay", "decode", "both"),
+}
+DEVICES = ("auto", "cpu", "cuda", "rocm", "npu", "xpu", "mps")
+RANGES: dict[str, tuple[int, int]] = {
+    "batch_size": (1, 65_536),
+    "composition": (0, 2**31 - 1),
+    "threads": (0, 4096),
+    "seed": (0, 2**63 - 1),
+    "repeat": (0, 2**31 - 1),
+    "max_new_tokens": (1, 1_000_000),
+    "top_k": (2, 1000),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """The parameters of one run. Every field but ``overwrite`` and ``outputs`` can change numbers.
+
+    Raises
+    ------
+    RuitongError
+        From the constructor, for a value of the wrong type, outside its range or not among the choices.
+    """
+
+    model: str = "smollm2-135m"  #: hub id, local folder, or smollm2-135m (embedded, needs no download)
+    revision: str = ""  #: hub revision; empty is the default branch
+    engine: str = "transformers"
+    device: str = "cpu"  #: auto, cpu, cuda, rocm, npu, xpu, mps; with an index: npu:1
+    precision: str = "bf16"  #: fp32, bf16, fp16, w8a8
+    batch_size: int = 1
+    composition: int = 0  #: which prompts share a batch: 0 is the set's order, n a shuffle seeded with n
+    attention: str = "sdpa"  #: sdpa, eager, flash_attention_2
+    onednn_isa: str = ""  #: cap on the CPU's instruction set (AVX512_CORE); empty is none
+    threads: int = 0  #: CPU threads; 0 is one a core
+    seed: int = 0  #: torch.manual_seed; greedy decoding draws nothing, a stochastic layer would
+    repeat: int = 0  #: number of the rerun
+    prompts: str = "core-16"  #: a prompt set of params/prompts, or a YAML or JSONL file
+    thinking: bool = False  #: enable_thinking of the chat template
+    max_new_tokens: int = 48
+    scoring: str = "replay"  #: replay (the anchor's text), decode (its own), both
+    anchor: str = ""  #: the shard whose text is replayed; empty: this cell is the anchor and replays its own text
+    top_k: int = 20
+    outputs: str = ""  #: folder for generated files; empty is the repository's outputs/
+    overwrite: bool = False  #: collect again although the shard is there
+
+    def __post_init__(self) -> None:
+        """Check every field before anything is loaded."""
+        check_types(dataclasses.asdict(self))
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                shown = ", ".join(repr(a) for a in allowed)
+                raise RuitongError(f"{name} must be one of {shown}, got {value!r}." + did_you_mean(str(value), allowed))
+        kind, _, index = self.device.partition(":")
+        if kind not in DEVICES or (":" in self.device and not index.isdecimal()):
+            raise RuitongError(
+                f"device must be one of {', '.join(DEVICES)}, with an index where there are several (npu:1), "
+                f"got {self.device!r}." + did_you_mean(kind, DEVICES)
+            )
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise RuitongError(f"{name} must be from {low} to {high}, got {value}")
+        if self.composition and self.batch_size == 1:
+            raise RuitongError(
+                f"composition={self.composition} shuffles which prompts share a batch; with batch_size=1 none do. "
+                "Set batch_size above 1, or composition to 0"
+            )
+        if not self.anchor and self.scoring == "replay":
+            raise RuitongError(
+                "scoring='replay' needs a text to replay: pass anchor (the .nc file of the anchor cell), "
+                "or scoring='both' to make this cell the anchor of its own text"
+            )
+        if self.anchor and self.scoring == "decode":
+            raise RuitongError("scoring='decode' replays nothing: leave anchor empty, or use scoring='both'")
+
+    def key(self, *, hardware: str, anchor: str) -> str:
+        """Return the content key: SHA-256 over everything that changes numbers.
+
+        Parameters
+        ----------
+        hardware
+            Label of the hardware (:func:`ruitong_lib.collect.devices.hardware`).
+        anchor
+            Label of the anchor cell; empty where this cell is the anchor.
+        """
+        fields = dataclasses.asdict(self)
+        for name in ("outputs", "overwrite", "anchor"):
+            del fields[name]
+        packages = ["torch", "transformers", *(["torchao"] if self.precision == "w8a8" else [])]
+        content = {
+            **fields,
+            "prompts": load_prompts(self.prompts).sha256,
+            "model": _model_identity(self.model),
+            "hardware": hardware,
+            "anchor": anchor,
+            "collect_version": COLLECT_VERSION,
+            "packages": {p: _version(p) for p in packages},
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def label(self, *, hardware: str, anchor: str) -> str:
+        """Return the cell's label, e.g. ``qwen3-8b.a100.bf16.b1.1f3a90c2``: a file name on every system."""
+        parts = (self.model.rstrip("/").split("/")[-1], hardware, self.precision, f"b{self.batch_size}")
+        return ".".join([*map(slug, parts), self.key(hardware=hardware, anchor=anchor)[:8]])
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _model_identity(model: str) -> Any:
+    """Identify a local folder by its files' names, sizes and times: weights may be swapped under one path."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    files = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".json", ".jinja", ".model"})
+    return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+
+
+def slug(text: str) -> str:
+    """Return ``text`` in lower case with everything but letters, digits, ``_`` and ``-`` turned into ``-``."""
+    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-") or "none"
+
+
+def check_types(values: Mapping[str, Any]) -> None:
+    """Check names and exact types against :class:`Cell` (``True`` is no int, ``"8"`` is no int).
+
+    Raises
+    ------
+    RuitongError
+        With the closest known name, or the type wanted.
+    """
+    known = {f.name: f.type for f in dataclasses.fields(Cell)}
+    for name, value in values.items():
+        if name not in known:
+            raise RuitongError(f"unknown parameter {name!r}.{did_you_mean(name, known)} Known are: {', '.join(known)}")
+        wanted = known[name]
+        if type(value) is not wanted:
+            shown = wanted.__name__ if isinstance(wanted, type) else wanted
+            hint = "; papermill takes text with -r" if wanted is str else ""
+            hint = "; papermill takes True and False, with a capital" if wanted is bool else hint
+            raise RuitongError(f"{name} must be {shown}, got {value!r} ({type(value).__name__}){hint}")
+
+
+def parameters(namespace: Mapping[str, Any], known: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return a notebook's parameters, from its own tagged cell and the cell that papermill injected.
+
+    papermill only logs an unknown name and runs on with the default, so the names are read from the kernel's
+    history, where both cells stand: ours starts with ``# ruitong: parameters``, papermill's with ``# Parameters``.
+    A cell that is run again in JupyterLab replaces its earlier self.
+
+    Parameters
+    ----------
+    namespace
+        ``globals()`` of the notebook.
+    known
+        The names allowed; by default those of the first, tagged cell.
+
+    Raises
+    ------
+    RuitongError
+        For a name that the tagged cell does not have.
+    """
+    marks = ("# ruitong: parameters\n", "# Parameters\n")
+    cells = {m: s for s in namespace["In"] for m in marks if s.startswith(m)}
+    if marks[0] not in cells:
+        raise RuitongError("run the cell that starts with '# ruitong: parameters' first")
+    own = _assigned(cells[marks[0]])
+    known = own if known is None else known
+    for name in [*own, *_assigned(cells.get(marks[1], ""))]:
+        if name not in known:
+            raise RuitongError(f"unknown parameter {name!r}.{did_you_mean(name, known)} Known are: {', '.join(known)}")
+    return {name: namespace[name] for name in own}
+
+
+def _assigned(source: str) -> list[str]:
+    names: list[str] = []
+    for node in ast.parse(source).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names += [t.id for t in targets if isinstance(t, ast.Name)]
+    return names
+
+
+def from_notebook(namespace: Mapping[str, Any]) -> Cell:
+    """Return the cell that ``run_cell.ipynb`` was asked for, names, types and values checked."""
+    return Cell(**parameters(namespace, [f.name for f in dataclasses.fields(Cell)]))
+
+
+class Grid(NamedTuple):
+    """A grid file, expanded: the anchor first, then the reference, then the others."""
+
+    name: str
+    anchor: Cell
+    reference: Cell
+    cells: tuple[Cell, ...]  # everything but the anchor, the reference among them; `anchor` still to be filled in
+
+
+def load_grid(path: str | Path, **overrides: Any) -> Grid:
+    """Read and check a grid file.
+
+    ``defaults`` holds for each cell; ``anchor`` and ``reference`` are patches over them; ``cells`` is a list of
+    patches, ``product`` a mapping from a field to its values, of which each combination becomes a cell.
+
+    Parameters
+    ----------
+    path
+        A YAML file, as those in ``params/``.
+    **overrides
+        Fields set in each cell, e.g. ``outputs``.
+
+    Raises
+    ------
+    RuitongError
+        For an unreadable file, an unknown key, a bad value (the cell is named), or a cell given twice.
+    """
+    path = Path(path)
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise RuitongError(f"cannot read the grid {path}: {e}") from e
+    known = ("name", "description", "defaults", "anchor", "reference", "cells", "product")
+    if not isinstance(document, dict):
+        raise RuitongError(f"{path} must be a mapping with the keys {', '.join(known)}")
+    for key in document:
+        if key not in known:
+            raise RuitongError(
+                f"{path}: unknown key {key!r}.{did_you_mean(str(key), known)} Known are: {', '.join(known)}"
+            )
+    defaults = document.get("defaults") or {}
+
+    def cell(patch: Any, what: str, **more: Any) -> Cell:
+        if not isinstance(patch, dict):
+            raise RuitongError(f"{path}: {what} must be a mapping of parameters, got {patch!r}")
+        try:
+            return Cell(**_checked({**defaults, **patch, **overrides, **more}))
+        except RuitongError as e:
+            raise RuitongError(f"{path}: {what}: {e}") from e
+
+    anchor = cell(document.get("anchor", {}), "anchor", scoring="both")
+    patches = [(document.get("reference", {}), "reference")]
+    patches += [(p, f"cell {i + 1}") for i, p in enumerate(document.get("cells") or [])]
+    product = document.get("product") or {}
+    if product:
+        bad = next((k for k, v in product.items() if not isinstance(v, list)), None)
+        if bad:
+            raise RuitongError(f"{path}: product.{bad} must be a list of values, got {product[bad]!r}")
+        for values in itertools.product(*product.values()):
+            patch = dict(zip(product, values, strict=True))
+            patches.append((patch, f"product {patch}"))
+    cells = [
+        cell(p, what, anchor="anchor") if (p.get("scoring") or defaults.get("scoring")) != "decode" else cell(p, what)
+        for p, what in patches
+    ]
+    for i, c in enumerate(cells):
+        if c in cells[:i]:
+            raise RuitongError(f"{path}: {patches[i][1]} is the same as {patches[cells.index(c)][1]}; remove one")
+    return Grid(str(document.get("name", path.stem)), anchor, cells[0], tuple(cells))
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    check_types(values)
+    return values

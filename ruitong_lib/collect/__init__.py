@@ -1,0 +1,82 @@
+"""Collectors: each fills a shard. Nothing here imports torch before :func:`run_cell` has prepared for it."""
+
+from pathlib import Path
+
+import xarray as xr
+
+from ruitong_lib import paths, schema
+from ruitong_lib.cell import Cell
+from ruitong_lib.collect import devices
+
+
+def shard_path(cell: Cell) -> Path:
+    """Return where a cell's shard belongs: ``outputs/cells/<label>.nc``."""
+    anchor = anchor_label(cell.anchor)
+    label = cell.label(hardware=devices.hardware(cell.device), anchor=anchor)
+    return paths.outputs(cell.outputs) / "cells" / f"{label}.nc"
+
+
+def anchor_label(anchor: str) -> str:
+    """Return the label of an anchor shard, which its file is named by; empty for a cell that is its own anchor."""
+    return Path(anchor).stem if anchor else ""
+
+
+def finished(cell: Cell) -> xr.Dataset | None:
+    """Return the shard of a cell that was collected before under the same content key and anchor, or None.
+
+    A file that cannot be read, or that holds something else, counts as not collected.
+    """
+    path = shard_path(cell)
+    if not path.is_file():
+        return None
+    try:
+        ds = schema.load(path)
+        found = schema.provenance(ds)
+        if cell.anchor and found.get("anchor_sha256") != schema.provenance(schema.load(cell.anchor)).get(
+            "anchor_sha256"
+        ):
+            return None
+    except ValueError:
+        return None
+    key = cell.key(hardware=devices.hardware(cell.device), anchor=anchor_label(cell.anchor))
+    return ds if found.get("content_key") == key else None
+
+
+def run_cell(cell: Cell, *, progress: bool = True) -> tuple[Path, xr.Dataset]:
+    """Collect one cell and save its shard, or return the one that is there (``overwrite`` collects again).
+
+    Parameters
+    ----------
+    cell
+        What to run.
+    progress
+        Show a bar over the batches.
+
+    Returns
+    -------
+    The shard's path and the shard.
+
+    Raises
+    ------
+    RuitongError
+        For anything that cannot be used; raised before the model is loaded wherever that is possible.
+    """
+    devices.prepare(onednn_isa=cell.onednn_isa)
+    devices.resolve(cell.device)
+    path = shard_path(cell)
+    kept = None if cell.overwrite else finished(cell)
+    if kept is not None:
+        return path, kept
+    from tqdm.auto import tqdm
+
+    from ruitong_lib.collect.transformers import collect
+
+    with tqdm(disable=not progress, mininterval=1, leave=False, unit="batch") as bar:
+
+        def report(scoring: str, done: int, total: int) -> None:
+            bar.set_description(scoring, refresh=False)
+            bar.total = total
+            bar.update(done - bar.n)
+
+        ds = collect(cell, progress=report)
+    return schema.save(ds, path), ds

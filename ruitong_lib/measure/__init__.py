@@ -1,0 +1,1 @@
+"""Measures: kernels ← metrics ← compare ← floor; each reads shards, none imports torch."""

@@ -1,0 +1,320 @@
+"""The delta table: one row a candidate, never without its floor; as Markdown, CSV and JSON."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import xarray as xr
+
+from ruitong_lib import schema
+from ruitong_lib.errors import RefusedError, RuitongError
+from ruitong_lib.measure import floor as floors
+from ruitong_lib.measure.compare import align, axis_name, compare, differs_in, jsonable
+
+Row = dict[str, Any]
+
+
+def reference_label(ds: xr.Dataset, reference: str = "") -> str:
+    """Return the label of the reference: the one given, else the dataset's own, else its only plain bf16 cell.
+
+    Raises
+    ------
+    RuitongError
+        When the label is unknown, or the dataset names none and has no single candidate for it.
+    """
+    labels = [str(c) for c in ds["cell"].values]
+    reference = reference or str(ds.attrs.get("reference", ""))
+    if reference:
+        if reference not in labels:
+            raise RuitongError(f"no cell {reference!r}; the dataset holds: {', '.join(labels)}")
+        return reference
+    plain = (
+        (ds["precision"] == "bf16")
+        & (ds["batch_size"] == 1)
+        & (ds["attention"] == "sdpa")
+        & (ds["onednn_isa"] == "")
+        & (ds["repeat"] == 0)
+    )
+    found = [c for c, p in zip(labels, plain.values, strict=True) if p]
+    if len(found) != 1:
+        raise RuitongError(
+            f"which cell is the reference? {len(found)} of {len(labels)} are plain bf16 cells of batch 1; name one: "
+            f"{', '.join(found or labels)}"
+        )
+    return found[0]
+
+
+def delta_rows(ds: xr.Dataset, *, reference: str = "") -> list[Row]:
+    """Compare every cell of an aggregate with the reference and return one row each.
+
+    A row holds the replay deltas, the floor by the rule of :mod:`ruitong_lib.measure.floor`, the ratio with its
+    interval, the ratio over every other floor at hand, and the decode deltas where both sides decoded. A comparison
+    that is refused is a row that says why; so is a cell that was planned and not collected.
+    """
+    reference = reference_label(ds, reference)
+    ladders = {s: floors.ladder(ds, scoring=s) for s in schema.SCORINGS}
+    a = schema.select(ds, reference)
+    rows = []
+    for candidate in (str(c) for c in ds["cell"].values):
+        if candidate == reference:
+            continue
+        b = schema.select(ds, candidate)
+        if b["model"].item() == a["model"].item():
+            rows.append(_row(ds, a, b, ladders))
+    for label, reason in json.loads(ds.attrs.get("not_collected", "{}")).items():
+        status = "planned" if reason == "planned" else "failed"
+        rows.append({"status": status, "reason": reason, "reference": reference, "candidate": label, "axis": ""})
+    return sorted(rows, key=lambda r: (r["status"] != "ok", str(r["axis"]).startswith("mixed"), r["axis"]))
+
+
+def _row(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, ladders: dict[str, list[floors.Floor]]) -> Row:
+    reference, candidate = a["cell"].item(), b["cell"].item()
+    fields = differs_in(a.isel(cell=0), b.isel(cell=0))
+    row: Row = {
+        "status": "ok",
+        "reason": "",
+        "model": a["model"].item(),
+        "hardware": a["hardware"].item(),
+        "axis": axis_name(fields),
+        "change": ", ".join(f"{a[f].item() or 'none'} → {b[f].item() or 'none'}" for f in fields),
+        "reference": reference,
+        "candidate": candidate,
+        "prompts": a["prompts"].item(),
+    }
+    try:
+        c = compare(a, b)
+    except RefusedError as e:
+        return row | {"status": "refused", "reason": str(e)}
+    row |= {
+        "scoring": c.scoring,
+        "n_prompts": c.n_prompts,
+        "n_positions": c.n_positions,
+        "metrics": c.to_dict()["metrics"],
+        "notes": jsonable(c.notes),
+    }
+    chosen = floors.floor_for(ds, reference, candidate, rungs=ladders["replay"])
+    kl = c.positions["kl"]
+    row["floor"] = chosen.to_dict() if chosen else None
+    row["ratio"] = vars(floors.ratio(kl, chosen.kl)) if chosen else None
+    row["rounding_class"] = floors.rounding_class(a["precision"].item(), b["precision"].item())
+    if chosen:
+        pair = align(a, b)
+        base = align(schema.select(ds, chosen.reference), schema.select(ds, chosen.candidate))
+        row["flips"] = floors.flips_beyond_floor(pair, base)
+    row["over_every_floor"] = _every_floor(ds, row, kl, ladders["replay"])
+    if (a["state"].sel(scoring="decode").values == 0).all() and (b["state"].sel(scoring="decode").values == 0).all():
+        row["decode"] = _decode(ds, a, b, ladders["decode"])
+    cleaned: Row = jsonable(row)
+    return cleaned
+
+
+def _every_floor(ds: xr.Dataset, row: Row, kl: xr.DataArray, rungs: Sequence[floors.Floor]) -> list[Row]:
+    own = {row["reference"], row["candidate"]}
+    out = []
+    for f in rungs:
+        if {f.reference, f.candidate} != own:
+            out.append({**f.to_dict(), **{f"ratio_{k}": v for k, v in vars(floors.ratio(kl, f.kl)).items()}})
+    two = floors.two_rounding_sum(ds, row["reference"], row["candidate"])
+    if two is not None:
+        finer, parts = two
+        known = {"rung": "two roundings", "reference": finer, "candidate": "both sides", "rounding_class": "2×bf16"}
+        summed = sum(float(p.sum() / p.notnull().sum()) for p in parts)
+        out.append({**known, "mean_kl": summed, **{f"ratio_{k}": v for k, v in vars(floors.ratio(kl, parts)).items()}})
+    return out
+
+
+def _decode(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, rungs: Sequence[floors.Floor]) -> Row | None:
+    c = compare(a, b, scoring="decode")
+    chosen = floors.floor_for(ds, a["cell"].item(), b["cell"].item(), scoring="decode", rungs=rungs)
+    ratio = vars(floors.ratio(c.positions["kl"], chosen.kl)) if chosen else None
+    out = {"n_positions": c.n_positions, "metrics": c.to_dict()["metrics"], "notes": c.notes, "ratio": ratio}
+    if chosen:
+        base = compare(schema.select(ds, chosen.reference), schema.select(ds, chosen.candidate), scoring="decode")
+        out["floor"] = chosen.to_dict() | {"metrics": base.to_dict()["metrics"], "notes": base.notes}
+    return out
+
+
+def write(rows: Sequence[Row], folder: Path, *, title: str = "") -> list[Path]:
+    """Write ``delta_table.md``, ``.csv`` and ``.json`` and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "md": to_markdown(rows, title=title),
+        "csv": to_frame(rows).to_csv(index=False),
+        "json": json.dumps(list(rows), indent=1, ensure_ascii=False, allow_nan=False),
+    }
+    paths = [folder / f"delta_table.{ending}" for ending in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    return paths
+
+
+def to_frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """Return one flat line a row: every metric with its interval and n, the floor and the ratio."""
+    flat = []
+    for r in rows:
+        line = {k: r.get(k) for k in ("status", "axis", "change", "reference", "candidate", "prompts", "scoring")}
+        line |= {k: r.get(k) for k in ("n_prompts", "n_positions", "rounding_class", "reason")}
+        for name, m in (r.get("metrics") or {}).items():
+            line |= {f"{name}.{k}": v for k, v in m.items()}
+        for part in ("floor", "ratio", "flips", "notes"):
+            line |= {f"{part}.{k}": v for k, v in (r.get(part) or {}).items() if not isinstance(v, dict)}
+        decode = r.get("decode") or {}
+        for name in ("identical_texts", "mean_tokens_lost", "length_ratio"):
+            line |= {f"decode.{name}.{k}": v for k, v in (decode.get("metrics", {}).get(name) or {}).items()}
+        flat.append(line)
+    return pd.DataFrame(flat)
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """Format a number for a table; undefined is an en dash."""
+    if x is None or not math.isfinite(x):
+        return "–"
+    return f"{x:.{digits}g}" if x == 0 or 1e-3 <= abs(x) < 1e4 else f"{x:.{digits - 1}e}"
+
+
+def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
+    """Return the table for people: the rows with their floors, then each delta over every other floor at hand."""
+    head = (
+        "axis", "reference → candidate", "n (prompts, positions)", "KL, nat [95 %]", "p99", "max",
+        "flips (tied), top-1", "mass shift", "floor: rung, KL", "rounding: delta / floor", "R = delta / floor [95 %]",
+    )  # fmt: skip
+    lines = [f"# {title or 'Delta table'}", "", *_how_to_read(), "", _line(head), _line(["---"] * len(head))]
+    ok = [r for r in rows if r["status"] == "ok"]
+    for r in ok:
+        kl, top1, tv = (r["metrics"][m] for m in ("kl", "top1_agreement", "prob_mass_shift"))
+        notes = r["notes"]
+        lines.append(
+            _line(
+                [
+                    r["axis"],
+                    r["change"],
+                    f"{r['n_prompts']}, {r['n_positions']}",
+                    "identical" if notes["identical"] else _interval(kl),
+                    number(kl["p99"]),
+                    number(kl["max"]),
+                    f"{notes['flips']} ({notes['tied_flips']}), {number(top1['value'], 4)}",
+                    number(tv["value"]),
+                    _floor_text(r["floor"]),
+                    f"{r['rounding_class']} / {r['floor']['rounding_class'] if r['floor'] else '–'}",
+                    _ratio_text(r["ratio"]),
+                ]
+            )
+        )
+    for r in rows:
+        if r["status"] != "ok":
+            lines.append(f"\n**{r['status']}** `{r['candidate']}`: {r['reason']}")
+    return "\n".join([*lines, "", *_decode_lines(ok), "", *_every_floor_lines(ok)]) + "\n"
+
+
+def _how_to_read() -> list[str]:
+    return [
+        "KL: mean over positions of the lower bound from the anchor's top-k, both directions averaged, replay of one anchor.",
+        "Floor: the largest of batch size, batch composition and attention on the same hardware, engine and precision,",
+        "without the row's own axis. R: ratio of sums over common positions, jackknife-t interval over prompts.",
+        "A ratio across rounding classes (a one-rounding delta over a two-rounding floor) is no equivalence statement.",
+    ]
+
+
+def _decode_lines(rows: Sequence[Row]) -> list[str]:
+    decoded = [r for r in rows if r.get("decode")]
+    if not decoded:
+        return []
+    head = (
+        "axis",
+        "reference → candidate",
+        "identical texts",
+        "tokens lost to divergence",
+        "length ratio",
+        "its floor: identical texts, tokens lost",
+    )
+    out = ["## Decode: the cell's own greedy text", "", _line(head), _line(["---"] * len(head))]
+    for r in decoded:
+        m, floor = r["decode"]["metrics"], r["decode"].get("floor")
+        n = m["identical_texts"]["n"]
+        base = "no floor was decoded"
+        if floor:
+            fm = floor["metrics"]
+            base = (
+                f"{floor['rung']}: {number(fm['identical_texts']['value'])}, {number(fm['mean_tokens_lost']['value'])}"
+            )
+        out.append(
+            _line(
+                [
+                    r["axis"],
+                    r["change"],
+                    f"{round(m['identical_texts']['value'] * n)} of {n}",
+                    f"{_interval(m['mean_tokens_lost'])} of {r['decode']['notes']['horizon']}",
+                    number(m["length_ratio"]["value"]),
+                    base,
+                ]
+            )
+        )
+    return out
+
+
+def _every_floor_lines(rows: Sequence[Row]) -> list[str]:
+    head = ("axis", "reference → candidate", "over", "floor cells", "floor KL", "rounding", "R [95 %]")
+    out = ["## Every delta over every other floor at hand", "", _line(head), _line(["---"] * len(head))]
+    for r in rows:
+        for f in r["over_every_floor"]:
+            ratio = {k: f[f"ratio_{k}"] for k in ("value", "lo", "hi", "status")}
+            cells = f"`{f['reference'][-8:]}`, `{f['candidate'][-8:]}`"
+            out.append(
+                _line(
+                    [
+                        r["axis"],
+                        r["change"],
+                        f["rung"],
+                        cells,
+                        number(f["mean_kl"]),
+                        f["rounding_class"],
+                        _ratio_text(ratio),
+                    ]
+                )
+            )
+    return out
+
+
+def _interval(m: Row) -> str:
+    return f"{number(m['value'])} [{number(m['lo'])}, {number(m['hi'])}]"
+
+
+def _floor_text(floor: Row | None) -> str:
+    if floor is None:
+        return "none measured"
+    side = "" if floor["side"] == "reference" else " (candidate's)"
+    return f"{floor['rung']}{side}, {number(floor['mean_kl'])}"
+
+
+def _ratio_text(ratio: Row | None) -> str:
+    if ratio is None:
+        return "no floor"
+    return _interval(ratio) if ratio["status"] == "ok" else str(ratio["status"])
+
+
+def _line(cells: Sequence[Any]) -> str:
+    return "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"
+
+
+def prompt_overview(ds: xr.Dataset) -> pd.DataFrame:
+    """Return how each prompt of a shard went: tokens, why it ended, mean logprob and entropy, and the text."""
+    one = ds.isel(cell=0)
+    scoring = "decode" if (one["state"].sel(scoring="decode") == 0).any() else "replay"
+    s = one.sel(scoring=scoring)
+    return pd.DataFrame(
+        {
+            "category": s["category"].values,
+            "language": s["language"].values,
+            "prompt tokens": s["n_prompt_tokens"].values,
+            "tokens": s["n_tokens"].values,
+            "ended by": [schema.FINISH[i] for i in s["finish_reason"].values],
+            "state": [schema.STATES[i] for i in s["state"].values],
+            "mean logprob, nat": s["logprob"].mean("position").values.round(4),
+            "mean entropy, nat": s["entropy"].mean("position").values.round(4),
+            "text": [str(t)[:60] for t in s["text"].values],
+        },
+        index=pd.Index(s["prompt"].values, name=f"prompt ({scoring})"),
+    )
