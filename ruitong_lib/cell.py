@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ruitong_lib.errors import RuitongError, did_you_mean
+from ruitong_lib.paths import found
 from ruitong_lib.prompts import load_prompts
 
 # Raise it when a change to the collectors changes numbers: finished cells are then collected again.
@@ -253,7 +254,7 @@ def load_grid(path: str | Path, **overrides: Any) -> Grid:
     RuitongError
         For an unreadable file, an unknown key, a bad value (the cell is named), or a cell given twice.
     """
-    path = Path(path)
+    path = found(str(path))
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:

@@ -189,3 +189,10 @@ def aggregate(grid: Grid) -> xr.Dataset:
     out = schema.combine(shards)
     out.attrs |= {"reference": reference, "grid": grid.name, "not_collected": json.dumps(missing)}
     return out
+
+
+def aggregate_folder(folder: Path) -> xr.Dataset:
+    """Combine every shard of a folder; the dataset then names no reference."""
+    out = schema.combine(schema.load(p) for p in sorted(folder.glob("*.nc")))
+    out.attrs |= {"not_collected": "{}"}
+    return out

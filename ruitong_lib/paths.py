@@ -29,3 +29,13 @@ def outputs(folder: str = "") -> Path:
 def cache() -> Path:
     """Return the user's cache folder for what can be made again (``RUITONG_CACHE`` moves it)."""
     return Path(os.environ.get("RUITONG_CACHE") or platformdirs.user_cache_path("ruitong"))
+
+
+def found(path: str) -> Path:
+    """Return a path that a user gave: from the current directory, else from the repository's root.
+
+    A notebook's current directory is its own folder in JupyterLab and the shell's under papermill, so
+    ``params/demo.yml`` has to mean the same in both.
+    """
+    here = Path(path)
+    return here if here.exists() or here.is_absolute() or not (ROOT / path).exists() else ROOT / path

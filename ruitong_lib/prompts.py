@@ -1,5 +1,6 @@
 """Prompt sets: reading them, naming subsets, rendering them to token ids, and hashing those."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ruitong_lib.errors import RuitongError, did_you_mean
-from ruitong_lib.paths import PROMPTS
+from ruitong_lib.paths import PROMPTS, found
 
 
 class Prompt(NamedTuple):
@@ -53,7 +54,7 @@ def load_prompts(spec: str) -> PromptSet:
     """
     path_part, _, subset = spec.partition("#")
     if path_part.endswith((".yml", ".yaml", ".jsonl")):
-        document = _read(Path(path_part))
+        document = _read(found(path_part))
         document.setdefault("name", Path(path_part).stem)
         return _build(document, subset, path_part)
     known: dict[str, tuple[Path, str]] = {}
@@ -72,9 +73,14 @@ def load_prompts(spec: str) -> PromptSet:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        return dict(_parse(path, path.stat().st_mtime_ns))
     except (OSError, UnicodeDecodeError) as e:
         raise RuitongError(f"cannot read the prompts in {path}: {e}") from e
+
+
+@functools.lru_cache(maxsize=16)  # a grid asks for the same file once a cell, and YAML is slow
+def _parse(path: Path, _changed: int) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".jsonl":
             return {"prompts": [json.loads(line) for line in text.splitlines() if line.strip()]}

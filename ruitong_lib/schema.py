@@ -230,7 +230,8 @@ def save(ds: xr.Dataset, path: str | os.PathLike[str]) -> Path:
     lone surrogates survive (:func:`load` restores it).
     """
     path = Path(path)
-    out = ds.copy()
+    # A loaded string remembers the length it had on disk, and would cut a longer one of another shard to it.
+    out = ds.drop_encoding()
     encoding: dict[str, dict[str, Any]] = {}
     for name in (*ds.data_vars, *ds.coords):
         if out[name].dtype.kind in "OUT":
@@ -263,7 +264,7 @@ def load(path: str | os.PathLike[str]) -> xr.Dataset:
         near = sorted(p.name for p in path.parent.glob("*.nc"))[:5] if path.parent.is_dir() else []
         raise SchemaError(f"no shard at {path}" + (f"; the folder holds {', '.join(near)}, …" if near else ""))
     try:
-        ds = xr.load_dataset(path, engine="h5netcdf")
+        ds = xr.load_dataset(path, engine="h5netcdf").drop_encoding()
     except Exception as e:
         raise SchemaError(f"{path} cannot be read as netCDF-4 ({type(e).__name__}: {e}); collect the cell again") from e
     for name in (*ds.data_vars, *ds.coords):

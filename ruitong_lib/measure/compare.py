@@ -9,7 +9,7 @@ import xarray as xr
 
 from ruitong_lib import schema
 from ruitong_lib.errors import RefusedError
-from ruitong_lib.measure import kernels
+from ruitong_lib.measure import configuration, kernels
 from ruitong_lib.measure.metrics import METRICS
 
 DRAWS = 2000  # bootstrap resamples of prompts
@@ -118,8 +118,14 @@ def check(reference: xr.Dataset, candidate: xr.Dataset, scoring: str) -> None:
             "template, double BOS or thinking switch; the two sides did not read the same text"
         )
     pa, pb = schema.provenance(reference), schema.provenance(candidate)
+    if configuration.identity(reference) != configuration.identity(candidate):
+        raise RefusedError(
+            "one side knows its tokens by id, the other by their text alone: the two cannot be matched. Collect both "
+            "with a server that returns token ids"
+        )
     for key, what in (("logprob_mode", "logprob modes"), ("weights_sha256", "weights")):
-        if pa.get(key) and pb.get(key) and pa[key] != pb[key]:
+        known = {pa.get(key), pb.get(key)} - {None, "", "unknown"}
+        if len(known) > 1:
             raise RefusedError(f"different {what}: {str(pa[key])[:12]} and {str(pb[key])[:12]}; not the same model")
     for side, cell in (("reference", reference), ("candidate", candidate)):
         state = cell["state"].sel(scoring=scoring).values
@@ -147,7 +153,9 @@ def _anchor_hash(cell: xr.Dataset) -> str:
     return schema.anchor_sha256(r["token_id"].values, r["anchor_token_id"].values, r["n_tokens"].values)
 
 
-def align(reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "replay") -> xr.Dataset:
+def align(
+    reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "replay", strict: bool = True
+) -> xr.Dataset:
     """Check two shards and put both sides on the same prompts, positions and ids.
 
     Replay: every anchor position, the anchor ids, the mass outside them as each side stored it. Decode: the positions
@@ -159,6 +167,9 @@ def align(reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "repla
         Shards (cell: 1).
     scoring
         "replay" or "decode".
+    strict
+        Refuse sides that only their texts identify and that the data show to have been set up differently
+        (:func:`ruitong_lib.measure.configuration.evidence`); False is for looking at such a pair.
 
     Returns
     -------
@@ -176,6 +187,9 @@ def align(reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "repla
     width = int(max(s["n_tokens"].sel(scoring=scoring).max() for s in (a, b)))
     k = min(a.sizes["k"], b.sizes["k"])
     a, b = (_cut(s.sel(scoring=scoring), width).isel(k=slice(k)) for s in (a, b))
+    if configuration.identity(a) == "text":
+        codes: dict[str, int] = {}
+        a, b = _with_codes(a, codes), _with_codes(b, codes)
     both = xr.Dataset(coords={"prompt": a["prompt"], "position": np.arange(width), "k": np.arange(k)})
     for side, s in (("reference", a), ("candidate", b)):
         for name, new in (
@@ -197,6 +211,9 @@ def align(reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "repla
         lp = a["top_logprob"].values.astype(np.float64)
         lq = kernels.match(a["top_token_id"].values, b["top_token_id"].values, b["top_logprob"].values)
         lp = np.where(np.isfinite(lq), lp, np.nan)
+        # Likeliest on both sides first: "the ten best" are the same ones whichever side is the reference.
+        order = np.lexsort((a["top_token_id"].values, -(lp + lq)))
+        lp, lq = (np.take_along_axis(x, order, -1) for x in (lp, lq))
         for side, x in (("reference", lp), ("candidate", lq)):
             both[f"{side}_logprob"] = (("prompt", "position", "k"), x)
             both[f"{side}_rest"] = (("prompt", "position"), 1 - np.nansum(np.exp(x), axis=-1))
@@ -217,7 +234,21 @@ def align(reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "repla
         ),
         "n_not_ok": int((valid & ~states_ok).sum()),
     }
+    if strict and configuration.identity(a) == "text":
+        configuration.refuse(both, a, b)
     return both
+
+
+def _with_codes(cell: xr.Dataset, known: dict[str, int]) -> xr.Dataset:
+    """Fill the ids of a side whose tokens are texts with codes that the other side shares."""
+    valid = np.arange(cell.sizes["position"]) < cell["n_tokens"].values[:, None]
+    token = kernels.text_codes(cell["token_text"].values[..., None], known)[..., 0]
+    top = kernels.text_codes(cell["top_token_text"].values, known)
+    listed = valid[..., None] & np.isfinite(cell["top_logprob"].values)
+    return cell.assign(
+        token_id=(("prompt", "position"), np.where(valid, token, -1)),
+        top_token_id=(("prompt", "position", "k"), np.where(listed, top, -1)),
+    )
 
 
 def _cut(ds: xr.Dataset, width: int) -> xr.Dataset:

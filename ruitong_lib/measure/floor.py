@@ -218,14 +218,14 @@ def ratio(delta: xr.DataArray, floor: xr.DataArray | Iterable[xr.DataArray], *, 
         Confidence level.
     """
     floors = [floor] if isinstance(floor, xr.DataArray) else list(floor)
-    d, *fs = xr.align(delta, *floors, join="inner")  # prompts and positions of all runs; the mask below does the rest
-    common = d.notnull()
-    for f in fs:
-        common = common & f.notnull()
-    n = int(common.any("position").sum())
-    positions = int(common.sum())
-    a = d.where(common).sum("position").values[common.any("position").values]
-    b = sum(f.where(common).sum("position").values for f in fs)[common.any("position").values]
+    # Prompts and positions that all runs have; of those, the positions that all runs compared.
+    aligned = xr.align(delta, *floors, join="inner", copy=False)
+    d, *fs = (x.transpose("prompt", "position").values for x in aligned)
+    common = np.isfinite([d, *fs]).all(0)
+    rows = common.any(1)
+    n, positions = int(rows.sum()), int(common.sum())
+    a = np.where(common, d, 0.0).sum(1)[rows]
+    b = np.where(common, np.sum(fs, axis=0), 0.0).sum(1)[rows]
     nan = math.nan
     if not positions:
         return Ratio(nan, nan, nan, 0, 0, "no common positions")

@@ -21,8 +21,8 @@ def _g(p: Array, d: Array) -> Floats:
     x = -d
     small = np.abs(x) < 1e-4
     series = x * x / 2 + x * x * x / 6
-    with np.errstate(over="ignore"):
-        exact = np.expm1(x) - x
+    # p·e^x = q ≤ 1, so p < e^−700 where the cap bites: the term stays finite, and only gets smaller.
+    exact = np.expm1(np.minimum(x, 700.0)) - x
     return np.asarray(p * np.where(small, series, exact), dtype=np.float64)
 
 
@@ -62,7 +62,8 @@ def prob_mass_shift(lp: Array, lq: Array, rp: Array, rq: Array) -> Floats:
 def max_delta(lp: Array, lq: Array, *, best: int = 10, prob: bool = False) -> Floats:
     """Largest |ln p − ln q| (nat), or |p − q| with ``prob``, over the first ``best`` ids; shape (...), NaN without one."""
     a, b = (np.asarray(x, dtype=np.float64)[..., :best] for x in (lp, lq))
-    delta = np.abs(np.exp(a) - np.exp(b)) if prob else np.abs(a - b)
+    with np.errstate(invalid="ignore"):  # −inf − (−inf) is not known
+        delta = np.abs(np.exp(a) - np.exp(b)) if prob else np.abs(a - b)
     return np.where(np.isfinite(delta).any(-1), np.where(np.isfinite(delta), delta, -np.inf).max(-1), np.nan)
 
 
@@ -87,6 +88,16 @@ def match(ids: Array, theirs: Array, values: Array) -> Floats:
         hit = (ids == theirs[..., j, None]) & (ids >= 0)
         np.copyto(out, values[..., j, None], where=hit)
     return out
+
+
+def text_codes(texts: Array, known: dict[str, int]) -> NDArray[np.int32]:
+    """Turn texts (..., k) into integer codes of (text, its how-manieth occurrence in the row), shared through ``known``.
+
+    Several ids may decode to one text (``""``, ``�``): within a row such repeats are told apart by their order.
+    """
+    code = np.array([known.setdefault(t, len(known)) for t in texts.ravel()], dtype=np.int32).reshape(texts.shape)
+    before = [(code[..., :j] == code[..., j : j + 1]).sum(-1) for j in range(texts.shape[-1])]
+    return np.asarray(code * 1024 + np.stack(before, axis=-1), dtype=np.int32)
 
 
 def lattice_step(logprob: Array) -> float:

@@ -52,7 +52,7 @@ def top1_agreement(pair: xr.Dataset) -> xr.DataArray:
     """1 where both sides have the same best id, else 0: strict, a tie is broken by lowest id on both sides."""
 
     def kernel(a: Any, b: Any) -> Any:
-        return (a[..., 0] == b[..., 0]).astype(np.float64)
+        return np.where((a[..., 0] >= 0) & (b[..., 0] >= 0), a[..., 0] == b[..., 0], np.nan)
 
     return _apply(kernel, pair, "reference_top_id", "candidate_top_id", units="1", long_name="top-1 agreement")
 
@@ -78,7 +78,8 @@ def top5_jaccard(pair: xr.Dataset) -> xr.DataArray:
 
 def top5_identical(pair: xr.Dataset) -> xr.DataArray:
     """1 where both sides have the same set of five best ids, else 0."""
-    same = (top5_jaccard(pair) == 1).astype(np.float64).where(pair["valid"])
+    jaccard = top5_jaccard(pair)
+    same = (jaccard == 1).astype(np.float64).where(jaccard.notnull())
     same.attrs = {"units": "1", "long_name": "identical top-5 sets"}
     return same
 

@@ -79,7 +79,7 @@ def _row(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, ladders: dict[str, list[f
         "model": a["model"].item(),
         "hardware": a["hardware"].item(),
         "axis": axis_name(fields),
-        "change": ", ".join(f"{a[f].item() or 'none'} → {b[f].item() or 'none'}" for f in fields),
+        "change": ", ".join(f"{_shown(a[f].item())} → {_shown(b[f].item())}" for f in fields),
         "reference": reference,
         "candidate": candidate,
         "prompts": a["prompts"].item(),
@@ -111,19 +111,44 @@ def _row(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, ladders: dict[str, list[f
     return cleaned
 
 
+def _shown(value: Any) -> str:
+    return str(value) if value != "" else "no cap"  # only onednn_isa and revision may be empty
+
+
+RUNG_ORDER = ["rerun", "phase", *[r for r in floors.RUNGS if r != "rerun"], "two roundings"]
+
+
 def _every_floor(ds: xr.Dataset, row: Row, kl: xr.DataArray, rungs: Sequence[floors.Floor]) -> list[Row]:
     own = {row["reference"], row["candidate"]}
     out = []
     for f in rungs:
-        if {f.reference, f.candidate} != own:
-            out.append({**f.to_dict(), **{f"ratio_{k}": v for k, v in vars(floors.ratio(kl, f.kl)).items()}})
+        if {f.reference, f.candidate} == own or (f.rung != "rerun" and ds["repeat"].sel(cell=f.reference).item()):
+            continue  # the row itself; and a rerun's own rungs would only say the same twice
+        out.append(f.to_dict() | {"between": _between(ds, f), **_prefixed(floors.ratio(kl, f.kl))})
     two = floors.two_rounding_sum(ds, row["reference"], row["candidate"])
-    if two is not None:
+    if two is not None and own != {two[0]}:
         finer, parts = two
-        known = {"rung": "two roundings", "reference": finer, "candidate": "both sides", "rounding_class": "2×bf16"}
+        precision = ds["precision"].sel(cell=finer).item()
+        facts = {"rung": "two roundings", "reference": finer, "candidate": "both sides", "rounding_class": "2×bf16"}
         summed = sum(float(p.sum() / p.notnull().sum()) for p in parts)
-        out.append({**known, "mean_kl": summed, **{f"ratio_{k}": v for k, v in vars(floors.ratio(kl, parts)).items()}})
+        facts |= {"between": f"each side and {precision}, summed", "mean_kl": summed}
+        out.append(facts | _prefixed(floors.ratio(kl, parts)))
     return out
+
+
+def _prefixed(ratio: floors.Ratio) -> Row:
+    return {f"ratio_{k}": v for k, v in vars(ratio).items()}
+
+
+def _between(ds: xr.Dataset, f: floors.Floor) -> str:
+    """Say which two cells a floor lies between, in a few words."""
+    a, b = (ds.sel(cell=c) for c in (f.reference, f.candidate))
+    if f.rung == "phase":
+        return f"decode and replay, {a['precision'].item()} b{a['batch_size'].item()}"
+    field = floors.RUNGS[f.rung]
+    where = "" if field == "precision" else f", {a['precision'].item()}"
+    batch = "" if field == "batch_size" else f" b{a['batch_size'].item()}"
+    return f"{_shown(a[field].item())} and {_shown(b[field].item())}{where}{batch}"
 
 
 def _decode(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, rungs: Sequence[floors.Floor]) -> Row | None:
@@ -172,7 +197,7 @@ def number(x: float | None, digits: int = 3) -> str:
     """Format a number for a table; undefined is an en dash."""
     if x is None or not math.isfinite(x):
         return "–"
-    return f"{x:.{digits}g}" if x == 0 or 1e-3 <= abs(x) < 1e4 else f"{x:.{digits - 1}e}"
+    return f"{x:.{digits}g}" if x == 0 or 1e-2 <= abs(x) < 1e4 else f"{x:.{digits - 1}e}"
 
 
 def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
@@ -234,12 +259,12 @@ def _decode_lines(rows: Sequence[Row]) -> list[str]:
     for r in decoded:
         m, floor = r["decode"]["metrics"], r["decode"].get("floor")
         n = m["identical_texts"]["n"]
-        base = "no floor was decoded"
-        if floor:
-            fm = floor["metrics"]
-            base = (
-                f"{floor['rung']}: {number(fm['identical_texts']['value'])}, {number(fm['mean_tokens_lost']['value'])}"
-            )
+        if not floor:
+            out.append(_line([r["axis"], r["change"], "not shown: no floor of this row was decoded", "", "", ""]))
+            continue
+        fm = floor["metrics"]
+        same = round(fm["identical_texts"]["value"] * fm["identical_texts"]["n"])
+        base = f"{floor['rung']}: {same} of {fm['identical_texts']['n']}, {number(fm['mean_tokens_lost']['value'])}"
         out.append(
             _line(
                 [
@@ -256,25 +281,22 @@ def _decode_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _every_floor_lines(rows: Sequence[Row]) -> list[str]:
-    head = ("axis", "reference → candidate", "over", "floor cells", "floor KL", "rounding", "R [95 %]")
-    out = ["## Every delta over every other floor at hand", "", _line(head), _line(["---"] * len(head))]
-    for r in rows:
-        for f in r["over_every_floor"]:
-            ratio = {k: f[f"ratio_{k}"] for k in ("value", "lo", "hi", "status")}
-            cells = f"`{f['reference'][-8:]}`, `{f['candidate'][-8:]}`"
-            out.append(
-                _line(
-                    [
-                        r["axis"],
-                        r["change"],
-                        f["rung"],
-                        cells,
-                        number(f["mean_kl"]),
-                        f["rounding_class"],
-                        _ratio_text(ratio),
-                    ]
-                )
-            )
+    """One line a floor, one column a row of the table: R [95 %]."""
+    floors_seen = {(f["rung"], f["reference"], f["candidate"]): f for r in rows for f in r["over_every_floor"]}
+    head = ["floor", "between", "KL, nat", "rounding", *[f"{r['axis']}: {r['change']}" for r in rows]]
+    out = ["## Every delta over every other floor at hand: R [95 %]", "", _line(head), _line(["---"] * len(head))]
+    for key, f in sorted(floors_seen.items(), key=lambda x: RUNG_ORDER.index(x[0][0])):
+        over = [
+            next((g for g in r["over_every_floor"] if (g["rung"], g["reference"], g["candidate"]) == key), None)
+            for r in rows
+        ]
+        ratios = [
+            "–" if g is None else _ratio_text({k: g[f"ratio_{k}"] for k in ("value", "lo", "hi", "status")})
+            for g in over
+        ]
+        # The two-rounding sum belongs to a row's own two sides, so it has no one value.
+        kl = "–" if f["rung"] == "two roundings" else number(f["mean_kl"])
+        out.append(_line([f["rung"], f["between"], kl, f["rounding_class"], *ratios]))
     return out
 
 

