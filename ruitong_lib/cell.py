@@ -172,7 +172,8 @@ def check_types(values: Mapping[str, Any]) -> None:
     known = {f.name: f.type for f in dataclasses.fields(Cell)}
     for name, value in values.items():
         if name not in known:
-            raise RuitongError(f"unknown parameter {name!r}.{did_you_mean(name, known)} Known are: {', '.join(known)}")
+            close = did_you_mean(str(name), known)
+            raise RuitongError(f"unknown parameter {name!r}.{close} Known are: {', '.join(known)}")
         wanted = known[name]
         if type(value) is not wanted:
             shown = wanted.__name__ if isinstance(wanted, type) else wanted
@@ -267,6 +268,9 @@ def load_grid(path: str | Path, **overrides: Any) -> Grid:
             raise RuitongError(
                 f"{path}: unknown key {key!r}.{did_you_mean(str(key), known)} Known are: {', '.join(known)}"
             )
+    for key, kind, what in (("defaults", dict, "a mapping"), ("cells", list, "a list"), ("product", dict, "a mapping")):
+        if not isinstance(document.get(key) or kind(), kind):
+            raise RuitongError(f"{path}: {key} must be {what}, got {document[key]!r}")
     defaults = document.get("defaults") or {}
 
     def cell(patch: Any, what: str, **more: Any) -> Cell:
@@ -288,10 +292,11 @@ def load_grid(path: str | Path, **overrides: Any) -> Grid:
         for values in itertools.product(*product.values()):
             patch = dict(zip(product, values, strict=True))
             patches.append((patch, f"product {patch}"))
-    cells = [
-        cell(p, what, anchor="anchor") if (p.get("scoring") or defaults.get("scoring")) != "decode" else cell(p, what)
-        for p, what in patches
-    ]
+
+    def replays(patch: Any) -> bool:
+        return not isinstance(patch, dict) or (patch.get("scoring") or defaults.get("scoring")) != "decode"
+
+    cells = [cell(p, what, **({"anchor": "anchor"} if replays(p) else {})) for p, what in patches]
     for i, c in enumerate(cells):
         if c in cells[:i]:
             raise RuitongError(f"{path}: {patches[i][1]} is the same as {patches[cells.index(c)][1]}; remove one")

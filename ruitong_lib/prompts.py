@@ -61,7 +61,7 @@ def load_prompts(spec: str) -> PromptSet:
     for path in sorted(PROMPTS.glob("*.yml")):
         document = _read(path)
         known[str(document.get("name", path.stem))] = (path, "")
-        known |= {str(name): (path, str(name)) for name in document.get("subsets", {})}
+        known |= {str(name): (path, str(name)) for name in document.get("subsets") or {}}
     if spec not in known:
         raise RuitongError(
             f"prompts must be one of {', '.join(known)}, or the path of a .yml, .yaml or .jsonl file, got {spec!r}."
@@ -83,7 +83,7 @@ def _parse(path: Path, _changed: int) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".jsonl":
-            return {"prompts": [json.loads(line) for line in text.splitlines() if line.strip()]}
+            return {"prompts": [json.loads(line) for line in text.split("\n") if line.strip()]}
         document = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as e:
         raise RuitongError(f"{path} is not valid {path.suffix[1:]}: {e}") from e
@@ -102,16 +102,17 @@ def _build(document: dict[str, Any], subset: str, where: str) -> PromptSet:
         twice = next(p.id for i, p in enumerate(prompts) if p.id in {q.id for q in prompts[:i]})
         raise RuitongError(f"{where}: two prompts have the id {twice!r}; ids must be unique")
     if subset:
-        subsets = document.get("subsets", {})
+        subsets = document.get("subsets") or {}
         if subset not in subsets:
             raise RuitongError(
                 f"{where}: no subset {subset!r}; it names {', '.join(subsets) or 'none'}."
                 + did_you_mean(subset, subsets)
             )
-        unknown = [i for i in subsets[subset] if i not in by_id]
+        ids = [str(i) for i in subsets[subset]]
+        unknown = [i for i in ids if i not in by_id]
         if unknown:
-            raise RuitongError(f"{where}: subset {subset} names unknown prompts: {', '.join(map(str, unknown))}")
-        name, prompts = subset, [by_id[i] for i in subsets[subset]]
+            raise RuitongError(f"{where}: subset {subset} names unknown prompts: {', '.join(unknown)}")
+        name, prompts = subset, [by_id[i] for i in ids]
     if not prompts:
         raise RuitongError(f"{where}: no prompts")
     return PromptSet(name, str(document.get("version", "")), tuple(prompts))
@@ -122,6 +123,7 @@ def _prompt(row: Any, index: int, where: str) -> Prompt:
         row = {"text": row}
     if not isinstance(row, dict):
         raise RuitongError(f"{where}: prompt {index + 1} must be a text or a mapping, got {type(row).__name__}")
+    row = {k: v for k, v in row.items() if v is not None}
     text = row.get("text", row.get("prompt"))
     if not isinstance(text, str) or not text.strip():
         raise RuitongError(f"{where}: prompt {index + 1} ({row.get('id', 'no id')}) has no text")

@@ -182,7 +182,7 @@ def validate(ds: xr.Dataset, *, where: str = "dataset") -> xr.Dataset:
     version = ds.attrs.get("schema_version")
     if version != SCHEMA_VERSION:
         raise SchemaError(
-            f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
+            f"{where}: schema_version is {version}, this version reads {SCHEMA_VERSION}; "
             "collect the cell again or use the version of ruitong that wrote it"
         )
     for name in ("cell", "scoring", "prompt", "position", "k", *CELL_COORDS, *PROMPT_COORDS):
@@ -202,11 +202,11 @@ def validate(ds: xr.Dataset, *, where: str = "dataset") -> xr.Dataset:
         if v.flags and array.size and not (int(array.min()) >= 0 and int(array.max()) < len(v.flags)):
             raise SchemaError(f"{where}: {v.name} must be one of {v.flags} (0 to {len(v.flags) - 1})")
     if list(ds["scoring"].values) != list(SCORINGS):
-        raise SchemaError(f"{where}: scoring must be {SCORINGS}, got {tuple(ds['scoring'].values)}")
+        raise SchemaError(f"{where}: scoring must be {SCORINGS}, got {tuple(map(str, ds['scoring'].values))}")
     for dim in ("cell", "prompt"):
         values, counts = np.unique(ds[dim].values.astype(str), return_counts=True)
         if (counts > 1).any():
-            raise SchemaError(f"{where}: duplicate {dim} {values[counts > 1][0]!r}; every label must be unique")
+            raise SchemaError(f"{where}: duplicate {dim} {str(values[counts > 1][0])!r}; every label must be unique")
     valid = valid_positions(ds)
     if "token_text" not in ds and bool(((ds["token_id"] == -1) & valid & (ds["position_state"] == 0)).any()):
         raise SchemaError(f"{where}: token_id is padding inside n_tokens; the file is damaged")
@@ -301,13 +301,14 @@ def combine(shards: Iterable[xr.Dataset]) -> xr.Dataset:
             for v in VARIABLES:
                 if v.name not in p:
                     p[v.name] = (v.dims, np.full([p.sizes[d] for d in v.dims], v.fill, dtype=object), _attrs(v))
+    # Category and language are filled with NaN, which conflicts with nothing; each prompt has them from some shard.
     fill = {v.name: v.fill for v in VARIABLES}
     try:
         out = xr.concat(
             parts,
             dim="cell",
             join="outer",
-            fill_value=fill | dict.fromkeys(PROMPT_COORDS, ""),
+            fill_value=fill,
             compat="no_conflicts",
             coords="minimal",
             data_vars="all",
@@ -337,7 +338,7 @@ def _check_prompt_hashes(ds: xr.Dataset) -> None:
             before, first = seen.setdefault((tokenizer, str(p)), (str(sha), label))
             if before != sha:
                 raise SchemaError(
-                    f"prompt {p!r} has other token ids in {label} than in {first}; "
+                    f"prompt {str(p)!r} has other token ids in {label} than in {first}; "
                     "an edited prompt needs a new id, then collect those cells again"
                 )
 
@@ -365,7 +366,9 @@ def array_sha256(*arrays: np.ndarray[Any, Any]) -> str:
 
 def anchor_sha256(token_id: np.ndarray[Any, Any], top_token_id: np.ndarray[Any, Any], n: np.ndarray[Any, Any]) -> str:
     """Hash an anchor, free of padding: per prompt its token ids (P, T) and top-k ids (P, T, K), cut at ``n`` (P)."""
-    return array_sha256(*[a[i, : n[i]].astype(np.int32) for i in range(len(n)) for a in (token_id, top_token_id)])
+    k = int(np.flatnonzero((top_token_id >= 0).any((0, 1))).max(initial=-1)) + 1  # beside a larger k, −1 follows
+    tops = top_token_id[..., :k]
+    return array_sha256(*[a[i, : n[i]].astype(np.int32) for i in range(len(n)) for a in (token_id, tops)])
 
 
 def escape(text: str) -> str:

@@ -93,9 +93,6 @@ def test_a_cell_against_itself_is_perfect(name, scoring, truth):
     facts = METRICS[name]
     same = align(truth.shards[1], truth.shards[1], scoring=scoring)
     got = facts.function(same)
-    if name == "direction" and scoring == "decode":
-        assert got.isnull().all()  # there is no third party in a decode
-        return
     perfect = 0.0 if np.isnan(facts.perfect) else facts.perfect  # ties belong to a cell, here there are none
     np.testing.assert_array_equal(got.values, np.where(same["valid"], perfect, np.nan))
 
@@ -136,23 +133,23 @@ def variants(request, truth, pad_positions):
         "candidate padded": (a, pad_positions(b, 5)),
         "both padded": (pad_positions(a, 2), pad_positions(b, 7)),
     }
-    return request.param, order, {name: align(*p, scoring=request.param) for name, p in pairs.items()}
+    return order, {name: align(*p, scoring=request.param) for name, p in pairs.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_swapping_the_sides(name, variants):
-    scoring, _, pairs = variants
+    _, pairs = variants
     there, back = (METRICS[name].function(pairs[x]).values for x in ("plain", "swapped"))
     if METRICS[name].symmetric:
         np.testing.assert_allclose(back, there, rtol=1e-12, atol=1e-15)
     else:
         np.testing.assert_allclose(back, -there, rtol=1e-12)
-        assert scoring == "decode" or np.nanmax(np.abs(there)) > 0
+        assert np.nanmax(np.abs(there)) > 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_order_of_prompts_and_padding_change_nothing(name, variants):
-    _, order, pairs = variants
+    order, pairs = variants
     got = {n: METRICS[name].function(p) for n, p in pairs.items()}
     for same in ("one side in another order", "reference padded", "candidate padded", "both padded"):
         xr.testing.assert_identical(got[same], got["plain"])
@@ -236,6 +233,23 @@ class TestDirection:
         pair = align(a, b)
         assert pair.attrs["third_party_anchor"] == 0
         assert METRICS["direction"].function(pair).isnull().all()
+
+    def test_of_a_decode_takes_both_sides_tokens(self, truth):
+        # where both wrote the same token it is its Δlogprob; at a flip the mean over the two tokens
+        a, b = truth.shards
+        pair = align(a, b, scoring="decode")
+        got = METRICS["direction"].function(pair).values
+        sides = [s.isel(cell=0).sel(scoring="decode") for s in (a, b)]
+        flips = 0
+        for p, t in np.argwhere(pair["valid"].values):
+            p_of, q_of = (
+                dict(zip(s["top_token_id"].values[p, t], s["top_logprob"].values[p, t], strict=True)) for s in sides
+            )
+            tokens = [int(s["token_id"].values[p, t]) for s in sides]
+            flips += tokens[0] != tokens[1]
+            expected = np.mean([q_of.get(y, np.nan) - p_of.get(y, np.nan) for y in tokens])
+            np.testing.assert_allclose(got[p, t], expected, atol=1e-6)
+        assert flips > 0
 
     def test_positive_where_the_candidate_likes_the_anchor_more(self, truth):
         a, b = (s.copy(deep=True) for s in truth.shards)

@@ -104,7 +104,8 @@ def open_shard(spec: str | os.PathLike[str]) -> xr.Dataset:
     path = folder() / f"{name}.json"
     if not path.is_file():
         raise RuitongError(
-            f"the corpus {name} is not at {path}: run `ruitong fetch corpora`, or point RUITONG_DATA to a folder that has it"
+            f"the corpus {name} is not at {path}: run `ruitong fetch corpora`, or point RUITONG_DATA to a folder that "
+            "has it"
         )
     got = hashlib.sha256(path.read_bytes()).hexdigest()
     if got != wanted:
@@ -147,7 +148,7 @@ def read(path: str | os.PathLike[str], **facts: str) -> xr.Dataset:
     except (ValueError, RecursionError) as e:
         raise RuitongError(f"{path} is not JSON ({e}): was it cut short? Fetch or copy it again") from e
     sha = hashlib.sha256(content).hexdigest()
-    published = next((f for f in registry()["files"].values() if f["sha256"] == sha), {})
+    published: dict[str, str] = next((f for f in registry()["files"].values() if f["sha256"] == sha), {})
     facts = {n: facts.get(n) or published.get(n, "") for n in FACTS}
     entries = _entries(document, str(path))
     arrays = _arrays(entries, str(path))
@@ -251,7 +252,7 @@ def _shard(
     }
     label = str(document.get("label", ""))
     set_hash = hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()
-    cell: dict[str, Any] = dict.fromkeys(schema.CELL_COORDS, "") | facts
+    cell: dict[str, Any] = {**dict.fromkeys(schema.CELL_COORDS, ""), **facts}
     cell |= {c: 0 for c, kind in schema.CELL_COORDS.items() if kind != "str"}  # 0: the source does not say
     cell |= {
         "model": document["model"],
@@ -293,7 +294,7 @@ def _shard(
         "prompt_text": {p: e["prompt"] for p, e in zip(prompts["prompt"], entries, strict=True)},
         "repeats_exactly": sum(repeats) if repeats else None,
         "repeats_of": len(repeats),
-        "not_declared": sorted(n for n in FACTS if not cell[n]) + ["batch_size", "attention", "prompt ids"],
+        "not_declared": [*sorted(n for n in FACTS if not cell[n]), "batch_size", "attention", "prompt ids"],
     }
     ds["provenance"][0] = json.dumps(provenance, ensure_ascii=True, sort_keys=True)
     return schema.validate(ds, where=source["file"])

@@ -91,6 +91,12 @@ def differs_in(reference: xr.Dataset, candidate: xr.Dataset) -> tuple[str, ...]:
     return tuple(a for a in AXES if reference[a].item() != candidate[a].item())
 
 
+def default_scoring(reference: xr.Dataset, candidate: xr.Dataset) -> str:
+    """Return "replay" where both shards hold one, else "decode" (a published or served run may hold no replay)."""
+    states = [s["state"].sel(scoring="replay").values for s in (reference, candidate)]
+    return "decode" if any((x == _MISSING).all() for x in states) else "replay"
+
+
 def check(reference: xr.Dataset, candidate: xr.Dataset, scoring: str) -> None:
     """Refuse a comparison that would be meaningless, before any number is computed.
 
@@ -114,8 +120,8 @@ def check(reference: xr.Dataset, candidate: xr.Dataset, scoring: str) -> None:
     other = a["prompt"].values[a.values != b.values]
     if len(other):
         raise RefusedError(
-            f"different prompt ids for {len(other)} of {len(ours)} prompts (e.g. {other[0]!r}): another tokenizer, chat "
-            "template, double BOS or thinking switch; the two sides did not read the same text"
+            f"different prompt ids for {len(other)} of {len(ours)} prompts (e.g. {str(other[0])!r}): another "
+            "tokenizer, chat template, double BOS or thinking switch; the two sides did not read the same text"
         )
     pa, pb = schema.provenance(reference), schema.provenance(candidate)
     if configuration.identity(reference) != configuration.identity(candidate):
@@ -131,20 +137,22 @@ def check(reference: xr.Dataset, candidate: xr.Dataset, scoring: str) -> None:
         state = cell["state"].sel(scoring=scoring).values
         if (state == _MISSING).any():
             raise RefusedError(
-                f"the {side} {cell['cell'].item()} has no {scoring} for {(state == _MISSING).sum()} of {len(state)} prompts; "
-                f"collect it with scoring='both', or compare with scoring={next(s for s in schema.SCORINGS if s != scoring)!r}"
+                f"the {side} {cell['cell'].item()} has no {scoring} for {(state == _MISSING).sum()} of {len(state)} "
+                "prompts; collect it with scoring='both', or compare with "
+                f"scoring={next(s for s in schema.SCORINGS if s != scoring)!r}"
             )
         if (state != _OK).any():
             names = sorted({schema.STATES[s] for s in state[state != _OK]})
             bad = cell["prompt"].values[state != _OK]
             raise RefusedError(
-                f"the {side} {cell['cell'].item()} is in state {', '.join(names)} for {len(bad)} of {len(state)} prompts "
-                f"(e.g. {bad[0]!r}); its numbers mean nothing. Collect it in another precision, or report it as failed"
+                f"the {side} {cell['cell'].item()} is in state {', '.join(names)} for {len(bad)} of {len(state)} "
+                f"prompts (e.g. {str(bad[0])!r}); its numbers mean nothing. Collect it in another precision, or report "
+                "it as failed"
             )
     if scoring == "replay" and _anchor_hash(reference) != _anchor_hash(candidate):
         raise RefusedError(
-            f"different anchors: {reference['anchor'].item()!r} and {candidate['anchor'].item()!r} have other token arrays; "
-            "replay both over the same anchor"
+            f"different anchors: {reference['anchor'].item()!r} and {candidate['anchor'].item()!r} have other token "
+            "arrays; replay both over the same anchor"
         )
 
 
@@ -153,9 +161,7 @@ def _anchor_hash(cell: xr.Dataset) -> str:
     return schema.anchor_sha256(r["token_id"].values, r["anchor_token_id"].values, r["n_tokens"].values)
 
 
-def align(
-    reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "replay", strict: bool = True
-) -> xr.Dataset:
+def align(reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "replay", strict: bool = True) -> xr.Dataset:
     """Check two shards and put both sides on the same prompts, positions and ids.
 
     Replay: every anchor position, the anchor ids, the mass outside them as each side stored it. Decode: the positions
@@ -188,9 +194,9 @@ def align(
     k = min(a.sizes["k"], b.sizes["k"])
     a, b = (_cut(s.sel(scoring=scoring), width).isel(k=slice(k)) for s in (a, b))
     if configuration.identity(a) == "text":
-        codes: dict[str, int] = {}
-        a, b = _with_codes(a, codes), _with_codes(b, codes)
-    both = xr.Dataset(coords={"prompt": a["prompt"], "position": np.arange(width), "k": np.arange(k)})
+        a, b = configuration.with_codes(a, b)
+    # `.values`: the cell's scalar coordinates would ride along in each array, and cost more than the arithmetic.
+    both = xr.Dataset(coords={"prompt": a["prompt"].values, "position": np.arange(width), "k": np.arange(k)})
     for side, s in (("reference", a), ("candidate", b)):
         for name, new in (
             ("token_id", "token"),
@@ -230,25 +236,14 @@ def align(
         "candidate": b["cell"].item(),
         "scoring": scoring,
         "third_party_anchor": int(
-            a["anchor"].item() not in {a["cell"].item(), b["cell"].item()} and scoring == "replay"
+            {a["anchor"].item(), b["anchor"].item()}.isdisjoint({a["cell"].item(), b["cell"].item()})
+            and scoring == "replay"
         ),
         "n_not_ok": int((valid & ~states_ok).sum()),
     }
-    if strict and configuration.identity(a) == "text":
+    if strict and scoring == "decode" and configuration.identity(a) == "text":
         configuration.refuse(both, a, b)
     return both
-
-
-def _with_codes(cell: xr.Dataset, known: dict[str, int]) -> xr.Dataset:
-    """Fill the ids of a side whose tokens are texts with codes that the other side shares."""
-    valid = np.arange(cell.sizes["position"]) < cell["n_tokens"].values[:, None]
-    token = kernels.text_codes(cell["token_text"].values[..., None], known)[..., 0]
-    top = kernels.text_codes(cell["top_token_text"].values, known)
-    listed = valid[..., None] & np.isfinite(cell["top_logprob"].values)
-    return cell.assign(
-        token_id=(("prompt", "position"), np.where(valid, token, -1)),
-        top_token_id=(("prompt", "position", "k"), np.where(listed, top, -1)),
-    )
 
 
 def _cut(ds: xr.Dataset, width: int) -> xr.Dataset:
@@ -260,7 +255,13 @@ def _cut(ds: xr.Dataset, width: int) -> xr.Dataset:
 
 
 def compare(
-    reference: xr.Dataset, candidate: xr.Dataset, *, scoring: str = "replay", draws: int = DRAWS, seed: int = 0
+    reference: xr.Dataset,
+    candidate: xr.Dataset,
+    *,
+    scoring: str = "replay",
+    draws: int = DRAWS,
+    seed: int = 0,
+    pair: xr.Dataset | None = None,
 ) -> Comparison:
     """Compare two shards.
 
@@ -272,6 +273,8 @@ def compare(
         "replay" (every anchor position) or "decode" (positions at risk of divergence); never mixed.
     draws, seed
         Bootstrap over prompts: percentile intervals of 95 %. A maximum has none (it grows with n).
+    pair
+        ``align(reference, candidate, scoring=scoring)``, where it is at hand.
 
     Returns
     -------
@@ -282,7 +285,7 @@ def compare(
     RefusedError
         See :func:`check`.
     """
-    pair = align(reference, candidate, scoring=scoring)
+    pair = align(reference, candidate, scoring=scoring) if pair is None else pair
     fields = xr.Dataset({name: facts.function(pair) for name, facts in METRICS.items()})
     weights = kernels.bootstrap_weights(pair.sizes["prompt"], draws, seed)
     values = {
@@ -298,7 +301,7 @@ def compare(
         "lattice_step": {
             side: kernels.lattice_step(pair[f"{side}_top_logprob"].values) for side in ("reference", "candidate")
         },
-        "identical": bool(_identical(pair)),
+        "identical": is_identical(pair),
     }
     if scoring == "decode":
         text, more = _text(pair, weights)
@@ -325,8 +328,10 @@ def reference_gap(pair: xr.Dataset) -> xr.DataArray:
     return gap.drop_vars("k", errors="ignore")
 
 
-def _identical(pair: xr.Dataset) -> bool:
-    """Whether every stored number of the compared positions is bit-equal (NaN equals NaN)."""
+def is_identical(pair: xr.Dataset) -> bool:
+    """Whether both sides are as long, and bit-equal in each number of the compared positions (NaN equals NaN)."""
+    if (pair["reference_n_tokens"].values != pair["candidate_n_tokens"].values).any():
+        return False
     for name in ("token", "logprob", "rest", "top_id", "top_logprob"):
         a, b = pair[f"reference_{name}"], pair[f"candidate_{name}"]
         if not ((a == b) | (a.isnull() & b.isnull()) | ~pair["valid"]).all():
@@ -378,16 +383,20 @@ def _text(pair: xr.Dataset, weights: np.ndarray[Any, Any]) -> tuple[dict[str, Va
         "length_ratio": Value(float(nb.sum() / na.sum()), "1", float(ratio[0]), float(ratio[1]), nan, nan, nan, n),
         "mean_tokens_lost": Value(float(lost), "tokens", float(low), float(high), nan, nan, nan, n),
     }
-    return values, {"diverged": int((first >= 0).sum()), "horizon": horizon}
+    return values, {"diverged": int((event == 1).sum()), "horizon": horizon}
 
 
 def divergence_events(pair: xr.Dataset) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return per prompt when its two texts parted, and how: 1 diverged, 2 both ended alike, 0 cut at the limit.
 
     Most answers end by themselves, so the end is a competing event and not censoring, which it would have to be
-    independent of divergence for.
+    independent of divergence for. A text that its lower limit cut, and that agrees so far, is censored too.
     """
     first = pair["first_difference"].values
-    ended = pair["reference_finish_reason"].values == schema.FINISH.index("eos")
-    event = np.where(first >= 0, 1, np.where(ended, 2, 0))
-    return np.where(first >= 0, first, pair["reference_n_tokens"].values - 1), event
+    na, nb = pair["reference_n_tokens"].values, pair["candidate_n_tokens"].values
+    finish, theirs = pair["reference_finish_reason"].values, pair["candidate_finish_reason"].values
+    shorter = np.where(na < nb, finish, theirs)
+    cut = (na != nb) & (first == np.minimum(na, nb)) & (shorter == schema.FINISH.index("length"))
+    ended = (finish == schema.FINISH.index("eos")) & ~cut
+    event = np.where((first >= 0) & ~cut, 1, np.where(ended, 2, 0))
+    return np.where(event == 1, first, np.minimum(na, nb) - 1), event

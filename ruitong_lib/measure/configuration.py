@@ -1,4 +1,4 @@
-"""Two sides known by their texts alone: did they run the same thing at all?
+"""Two sides known by their texts alone: whether they ran the same thing at all.
 
 Where prompt ids were recorded, equal hashes prove that both sides read the same input. A source of texts cannot prove
 it: another chat template, another thinking switch or other weights leave no trace in the manifest. The data have to
@@ -6,19 +6,50 @@ show that nothing of the kind happened, or the pair is refused, whatever the har
 """
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from ruitong_lib import schema
 from ruitong_lib.errors import RefusedError
+from ruitong_lib.measure.kernels import Array
 
 # Rounding flips near-ties: on the published GPU pairs each flip sits at a gap of at most 0.54 nat. Beyond 5/4 nat, the
 # last edge of the gap bins, the two sides were sure of different tokens.
 SURE = 5 / 4  # nat
+_REPEATS = 1024  # more than the alternatives of any server: code = text · 1024 + occurrence
 
 
 def identity(cell: xr.Dataset) -> str:
     """Return what identifies a cell's tokens and prompts: "ids", or "text" where the source has no ids."""
     return str(schema.provenance(cell).get("identity", "ids"))
+
+
+def with_codes(reference: xr.Dataset, candidate: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Fill the ids of two sides whose tokens are texts with codes that both share.
+
+    A code stands for a text and for its how-manieth occurrence in the row: several ids may decode to one text
+    (``""``, ``�``), and such repeats are told apart by their order.
+    """
+    sides = reference, candidate
+    names = ("token_text", "top_token_text")
+    codes, _ = pd.factorize(np.concatenate([s[n].values.ravel() for s in sides for n in names]))
+    out, start = [], 0
+    for s in sides:
+        valid = np.arange(s.sizes["position"]) < s["n_tokens"].values[:, None]
+        split = [start, start + s["token_text"].size, start + s["token_text"].size + s["top_token_text"].size]
+        token, top = (codes[i:j].reshape(s[n].shape) for n, i, j in zip(names, split, split[1:], strict=False))
+        start = split[-1]
+        before = np.stack([(top[..., :j] == top[..., j : j + 1]).sum(-1) for j in range(top.shape[-1])], axis=-1)
+        listed = valid[..., None] & np.isfinite(s["top_logprob"].values)
+        ids = {
+            "token_id": (("prompt", "position"), np.where(valid, token * _REPEATS, -1).astype(np.int32)),
+            "top_token_id": (
+                ("prompt", "position", "k"),
+                np.where(listed, top * _REPEATS + before, -1).astype(np.int32),
+            ),
+        }
+        out.append(s.assign(ids))
+    return out[0], out[1]
 
 
 def refuse(pair: xr.Dataset, reference: xr.Dataset, candidate: xr.Dataset) -> None:
@@ -43,8 +74,8 @@ def refuse(pair: xr.Dataset, reference: xr.Dataset, candidate: xr.Dataset) -> No
         )
 
 
-def flip_gaps(pair: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
-    """Return where the best tokens differ (prompt, position), the reference's gap, and the larger of both gaps (nat)."""
+def flip_gaps(pair: xr.Dataset) -> tuple[Array, Array, Array]:
+    """Return where the best tokens differ (prompt, position), the reference's gap, the larger of both gaps (nat)."""
     best = (pair[f"{side}_top_id"].values[..., 0] for side in ("reference", "candidate"))
     flipped = np.not_equal(*best) & pair["valid"].values
     lp = [pair[f"{side}_top_logprob"].values.astype(np.float64) for side in ("reference", "candidate")]
@@ -68,12 +99,12 @@ def evidence(pair: xr.Dataset, reference: xr.Dataset, candidate: xr.Dataset) -> 
     texts = a["text"].values, b["text"].sel(prompt=a["prompt"]).values
     parted, n = int((texts[0] != texts[1]).sum()), len(first)
     at = first[first >= 0]
-    lines = [f"{parted} of {n} texts differ, half of them from token {int(np.median(at)) if len(at) else '–'} on or before"]
+    lines = [f"{parted} of {n} texts differ" + (f", half of them by token {int(np.median(at)) + 1}" if len(at) else "")]
     if flipped.any():
         g = gap[flipped]
         lines.append(
-            f"the first differing tokens sit at reference gaps of {np.median(g):.1f} nat (median) to {g.max():.1f} nat; "
-            "rounding flips near-ties"
+            f"the first differing tokens sit at reference gaps of {np.median(g):.1f} nat (median) to {g.max():.1f} nat "
+            "(rounding flips near-ties)"
         )
     for side, cell in (("reference", a), ("candidate", b)):
         known = schema.provenance(cell)
@@ -83,9 +114,11 @@ def evidence(pair: xr.Dataset, reference: xr.Dataset, candidate: xr.Dataset) -> 
         missing = [x for x in known.get("not_declared", []) if x in {"precision", "hardware", "engine"}]
         if missing:
             lines.append(f"the {side} does not declare its {', '.join(missing)}")
-    for name in ("engine", "precision"):
-        if a[name].item() != b[name].item():
-            lines.append(f"other {name}: {a[name].item() or 'undeclared'!s} and {b[name].item() or 'undeclared'!s}")
+    lines += [
+        f"other {name}: {a[name].item() or 'undeclared'!s} and {b[name].item() or 'undeclared'!s}"
+        for name in ("engine", "precision")
+        if a[name].item() != b[name].item()
+    ]
     ended = [
         (s["finish_reason"].values == schema.FINISH.index("eos")) & (s["n_tokens"].values > 0) for s in _decodes(a, b)
     ]

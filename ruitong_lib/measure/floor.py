@@ -18,7 +18,7 @@ from scipy import stats
 from ruitong_lib import schema
 from ruitong_lib.errors import RefusedError
 from ruitong_lib.measure import kernels, metrics
-from ruitong_lib.measure.compare import AXES, align, differs_in, reference_gap
+from ruitong_lib.measure.compare import AXES, align, axis_name, differs_in, reference_gap
 
 RESOLUTION = 1e-8  # nat: below this mean KL, stored float32 logprobs say nothing
 GAP_EDGES = (0.0, 1 / 16, 3 / 16, 5 / 16, 1 / 2, 3 / 4, 5 / 4, math.inf)  # nat; fixed in METHOD
@@ -54,10 +54,11 @@ class Floor:
     rounding_class: str
     kl: xr.DataArray  # (prompt, position)
     side: str = "reference"  # whose floor it is, of a row
+    pair: xr.Dataset | None = None  # both sides aligned, where flips are to be held against it
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the facts without the array."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "kl"}
+        """Return the facts without the arrays."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in {"kl", "pair"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Ratio:
     n_prompts: int
     n_positions: int
     status: str  # ok, identical, floor below resolution, no common positions, too few prompts
+    error: float = math.nan  # jackknife standard error of ln R
 
 
 def rounding_class(reference: str, candidate: str) -> str:
@@ -99,6 +101,30 @@ def _floor(rung: str, a: xr.Dataset, b: xr.Dataset, kl: xr.DataArray, side: str 
         kl=kl,
         side=side,
     )
+
+
+def pair_floor(a: xr.Dataset, b: xr.Dataset, *, scoring: str) -> Floor:
+    """Return the floor that two given shards make, named by what differs between them."""
+    pair = align(a, b, scoring=scoring)
+    field_rung = {f: r for r, f in RUNGS.items()}
+    fields = differs_in(a.isel(cell=0), b.isel(cell=0))
+    rung = field_rung.get(fields[0], fields[0]) if len(fields) == 1 else axis_name(fields)
+    return dataclasses.replace(_floor(rung, a, b, metrics.kl(pair)), pair=pair)
+
+
+def sum_floor(
+    finer: xr.Dataset, a: xr.Dataset, b: xr.Dataset, *, scoring: str, parts: Sequence[xr.DataArray] = ()
+) -> Floor:
+    """Return the two-rounding floor of a pair: KL(finer, a) + KL(finer, b), where ``finer`` is one fp16 or fp32 cell.
+
+    KL of independent roundings adds up, so this is what rounding on both sides explains by itself. ``parts`` are the
+    two KLs, where they are at hand.
+    """
+    first, second = parts or [pair_kl(finer, side, scoring) for side in (a, b)]
+    kl = first + second
+    made = _floor("two roundings", finer, finer, kl)
+    both = str(a["precision"].values[0]), str(b["precision"].values[0])
+    return dataclasses.replace(made, candidate="both sides", rounding_class=rounding_class(*both))
 
 
 def ladder(ds: xr.Dataset, *, scoring: str = "replay") -> list[Floor]:
@@ -221,7 +247,7 @@ def ratio(delta: xr.DataArray, floor: xr.DataArray | Iterable[xr.DataArray], *, 
     # Prompts and positions that all runs have; of those, the positions that all runs compared.
     aligned = xr.align(delta, *floors, join="inner", copy=False)
     d, *fs = (x.transpose("prompt", "position").values for x in aligned)
-    common = np.isfinite([d, *fs]).all(0)
+    common = np.isfinite(np.stack([d, *fs])).all(0)
     rows = common.any(1)
     n, positions = int(rows.sum()), int(common.sum())
     a = np.where(common, d, 0.0).sum(1)[rows]
@@ -236,7 +262,7 @@ def ratio(delta: xr.DataArray, floor: xr.DataArray | Iterable[xr.DataArray], *, 
         return Ratio(0.0, nan, nan, n, positions, "identical")
     log_r, error = kernels.log_ratio_jackknife(a, b)
     half = float(stats.t.ppf(0.5 + level / 2, n - 1)) * error if n > 1 else nan
-    return Ratio(math.exp(log_r), math.exp(log_r - half), math.exp(log_r + half), n, positions, "ok")
+    return Ratio(math.exp(log_r), math.exp(log_r - half), math.exp(log_r + half), n, positions, "ok", error)
 
 
 def flips_beyond_floor(delta: xr.Dataset, floor: xr.Dataset, *, draws: int = 2000, seed: int = 0) -> dict[str, float]:

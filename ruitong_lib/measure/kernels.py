@@ -60,7 +60,7 @@ def prob_mass_shift(lp: Array, lq: Array, rp: Array, rq: Array) -> Floats:
 
 
 def max_delta(lp: Array, lq: Array, *, best: int = 10, prob: bool = False) -> Floats:
-    """Largest |ln p − ln q| (nat), or |p − q| with ``prob``, over the first ``best`` ids; shape (...), NaN without one."""
+    """Largest |ln p − ln q| (nat), or |p − q| with ``prob``, over the first ``best`` ids; shape (...), NaN if none."""
     a, b = (np.asarray(x, dtype=np.float64)[..., :best] for x in (lp, lq))
     with np.errstate(invalid="ignore"):  # −inf − (−inf) is not known
         delta = np.abs(np.exp(a) - np.exp(b)) if prob else np.abs(a - b)
@@ -82,22 +82,12 @@ def jaccard(a: Array, b: Array) -> Floats:
 
 
 def match(ids: Array, theirs: Array, values: Array) -> Floats:
-    """Look up each of ``ids`` (..., k) in ``theirs`` (..., m) and return its value there, NaN where it is not listed."""
+    """Look up each of ``ids`` (..., k) in ``theirs`` (..., m) and return its value there, NaN where not listed."""
     out = np.full(np.broadcast_shapes(ids.shape, (*theirs.shape[:-1], ids.shape[-1])), np.nan)
     for j in range(theirs.shape[-1]):  # one pass an alternative keeps the memory at that of the result
         hit = (ids == theirs[..., j, None]) & (ids >= 0)
         np.copyto(out, values[..., j, None], where=hit)
     return out
-
-
-def text_codes(texts: Array, known: dict[str, int]) -> NDArray[np.int32]:
-    """Turn texts (..., k) into integer codes of (text, its how-manieth occurrence in the row), shared through ``known``.
-
-    Several ids may decode to one text (``""``, ``�``): within a row such repeats are told apart by their order.
-    """
-    code = np.array([known.setdefault(t, len(known)) for t in texts.ravel()], dtype=np.int32).reshape(texts.shape)
-    before = [(code[..., :j] == code[..., j : j + 1]).sum(-1) for j in range(texts.shape[-1])]
-    return np.asarray(code * 1024 + np.stack(before, axis=-1), dtype=np.int32)
 
 
 def lattice_step(logprob: Array) -> float:

@@ -97,12 +97,30 @@ def top5_boundary_ties(pair: xr.Dataset) -> xr.DataArray:
 def direction(pair: xr.Dataset) -> xr.DataArray:
     """Ln q(y) − ln p(y) of the anchor's token y (nat): positive where the candidate finds it likelier.
 
-    NaN where the anchor is the reference's or the candidate's own text: its writer would always look better.
+    Replay: NaN where the anchor is the reference's or the candidate's own text: its writer would always look better.
+    Decode: the mean over both sides' own tokens, so that neither side's choice is favoured; swapping the sides changes
+    the sign and nothing else. NaN where a side does not list the other's token.
     """
+    if pair.attrs["scoring"] == "decode":
+        return _antisymmetric(pair)
     out = (pair["candidate_token_logprob"] - pair["reference_token_logprob"]).where(pair["valid"])
     if not pair.attrs["third_party_anchor"]:
         out = out.where(False)
     out.attrs = {"units": "nat", "long_name": "Δlogprob of the anchor token"}
+    return out
+
+
+def _antisymmetric(pair: xr.Dataset) -> xr.DataArray:
+    total = np.zeros(pair["valid"].shape)
+    for writer in ("reference", "candidate"):
+        token = pair[f"{writer}_token"].values[..., None]
+        p, q = (
+            kernels.match(token, pair[f"{side}_top_id"].values, pair[f"{side}_top_logprob"].values)[..., 0]
+            for side in ("reference", "candidate")
+        )
+        total += (q - p) / 2
+    out = pair["valid"].copy(data=np.where(pair["valid"].values, total, np.nan))
+    out.attrs = {"units": "nat", "long_name": "Δlogprob of the two sides' own tokens, antisymmetrised"}
     return out
 
 
