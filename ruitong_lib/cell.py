@@ -81,6 +81,12 @@ class Cell:
     def __post_init__(self) -> None:
         """Check every field before anything is loaded."""
         check_types(dataclasses.asdict(self))
+        # A grid runs its cells in another folder, so a path that is here is kept whole.
+        if Path(self.model).is_dir():
+            object.__setattr__(self, "model", str(Path(self.model).resolve()))
+        if self.prompts.partition("#")[0].endswith((".yml", ".yaml", ".jsonl")):
+            file, sign, subset = self.prompts.partition("#")
+            object.__setattr__(self, "prompts", f"{found(file).resolve()}{sign}{subset}")
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -123,6 +129,10 @@ class Cell:
         for name in ("outputs", "overwrite", "anchor"):
             del fields[name]
         packages = ["torch", "transformers", *(["torchao"] if self.precision == "w8a8" else [])]
+        if self.device.partition(":")[0] == "cpu":
+            from ruitong_lib.collect.devices import cores
+
+            fields["threads"] = self.threads or cores()  # one a core is another number on another machine
         content = {
             **fields,
             "prompts": load_prompts(self.prompts).sha256,

@@ -1,6 +1,7 @@
 """The ``ruitong`` command: each verb is one call into the library."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -54,9 +55,8 @@ def grid(
     loaded = load_grid(file, **({"outputs": str(Path(outputs).resolve())} if outputs else {}))
     if dry_run:
         rows = [{"label": p.stem, "collected": p.is_file()} for _, p in grids.plan(loaded)]
-        _print_json(rows) if as_json else print(
-            "\n".join(f"{r['label']}{' (collected)' * r['collected']}" for r in rows)
-        )
+        lines = [f"{r['label']}{' (collected)' if r['collected'] else ''}" for r in rows]
+        _print_json(rows) if as_json else print(*lines, sep="\n")
         return
     with tqdm(total=len(loaded.cells) + 1, unit="cell", disable=as_json, file=sys.stderr) as bar:
 
@@ -73,31 +73,94 @@ def grid(
         raise typer.Exit(2)
 
 
+Shard = Annotated[str, typer.Argument(help="Shard: a .nc file, corpus:NAME, or a published .json file.")]
+Scoring = Annotated[str, typer.Option(help="replay or decode; by default replay where both sides have one.")]
+
+
 @app.command()
 def compare(
-    reference: Annotated[Path, typer.Argument(help="Shard of the reference (.nc).")],
-    candidate: Annotated[Path, typer.Argument(help="Shard of the candidate (.nc).")],
-    scoring: Annotated[str, typer.Option(help="replay (the anchor's text) or decode (their own).")] = "replay",
+    reference: Shard,
+    candidate: Shard,
+    floor: Annotated[
+        tuple[str, str] | None, typer.Option(help="The two shards of the noise floor: adds R, verdict and reasons.")
+    ] = None,
+    scoring: Scoring = "",
     as_json: Json = False,
 ) -> None:
-    """Compare two shards: every metric with its interval. Exit code 2 when they cannot be compared.
+    """Compare two shards: every metric with its interval, and with --floor the verdict.
 
-    A delta means little without its floor: 'ruitong table' puts both side by side.
+    Exit code with --floor: 0 equivalent, within margin or identical, 1 different, 3 inconclusive; 2 refused, always.
     """
-    from ruitong_lib import schema
+    from ruitong_lib.collect.corpora import open_shard
     from ruitong_lib.measure.compare import compare as compare_shards
+    from ruitong_lib.measure.compare import default_scoring
+    from ruitong_lib.measure.pairs import judge_with_floor
     from ruitong_lib.report.table import number
 
-    c = compare_shards(schema.load(reference), schema.load(candidate), scoring=scoring)
+    a, b = open_shard(reference), open_shard(candidate)
+    scoring = scoring or default_scoring(a, b)
+    if floor is None:
+        c, v = compare_shards(a, b, scoring=scoring), None
+    else:
+        c, v = judge_with_floor(a, b, (open_shard(floor[0]), open_shard(floor[1])), scoring=scoring)
     if as_json:
-        _print_json(c.to_dict())
-        return
-    print(f"reference {c.reference}\ncandidate {c.candidate}\naxis      {c.axis}\nscoring   {c.scoring}")
-    print(f"n         {c.n_prompts} prompts, {c.n_positions} positions\n")
-    for name, m in c.metrics.items():
-        interval = f"[{number(m.lo)}, {number(m.hi)}]"
-        print(f"{name:20} {number(m.value):>10} {m.unit:6} {interval:22} p99 {number(m.p99):>9}  n {m.n}")
-    print("\nNo floor was given, so this is a delta and not a finding: 'ruitong table' shows it beside its floor.")
+        _print_json(c.to_dict() | (v.to_dict() if v else {}))
+    else:
+        print(f"reference {c.reference}\ncandidate {c.candidate}\naxis      {c.axis}\nscoring   {c.scoring}")
+        print(f"n         {c.n_prompts} prompts, {c.n_positions} positions\n")
+        for name, m in c.metrics.items():
+            interval = f"[{number(m.lo)}, {number(m.hi)}]"
+            print(f"{name:20} {number(m.value):>10} {m.unit:6} {interval:22} p99 {number(m.p99):>9}  n {m.n}")
+        if v is None:
+            print("\nNo floor was given, so this is no finding: pass --floor, or see 'ruitong table'.")
+        else:
+            print(f"\n{v.verdict}", *v.reasons, sep="\n  ")
+    if v is not None:
+        raise typer.Exit(v.exit_code)
+
+
+@app.command()
+def plan(
+    reference: Shard,
+    candidate: Shard,
+    floor: Annotated[tuple[str, str], typer.Option(help="The two shards of the pilot's noise floor.")],
+    margin: Annotated[float | None, typer.Option(help="c; by default that of params/gates.yml.")] = None,
+    tokens_per_second: Annotated[
+        float, typer.Option(help="By default the slowest that the pilot recorded.")
+    ] = math.nan,
+    scoring: Scoring = "",
+    as_json: Json = False,
+) -> None:
+    """Plan a comparison from a pilot: prompts, tokens and minutes for 80 % power. Exit code 3 where none would do."""
+    from ruitong_lib.collect.corpora import open_shard
+    from ruitong_lib.measure.compare import default_scoring, jsonable
+    from ruitong_lib.measure.plan import plan as plan_comparison
+
+    a, b = open_shard(reference), open_shard(candidate)
+    floors = (open_shard(floor[0]), open_shard(floor[1]))
+    p = plan_comparison(
+        a, b, floors, scoring=scoring or default_scoring(a, b), margin=margin, tokens_per_second=tokens_per_second
+    )
+    found = jsonable(p.to_dict())
+    _print_json(found) if as_json else print(*[f"{k:18} {v}" for k, v in found.items()], sep="\n")
+    if p.n_prompts is None:
+        raise typer.Exit(3)
+
+
+@app.command("import")
+def import_file(
+    file: Annotated[Path, typer.Argument(help="JSON of a published run (see notebooks/published_corpora.ipynb).")],
+    hardware: Annotated[str, typer.Option(help="What the file itself does not say; empty is unknown.")] = "",
+    precision: Annotated[str, typer.Option(help="As hardware.")] = "",
+    engine: Annotated[str, typer.Option(help="As hardware.")] = "",
+    outputs: Outputs = "",
+) -> None:
+    """Turn a published JSON run into a shard of outputs/cells."""
+    from ruitong_lib import schema
+    from ruitong_lib.collect import corpora
+
+    ds = corpora.read(file, hardware=hardware, precision=precision, engine=engine)
+    print(schema.save(ds, paths.outputs(outputs) / "cells" / f"{ds['cell'].values[0]}.nc"))
 
 
 @app.command()
@@ -167,3 +230,13 @@ def fetch_model() -> None:
     from ruitong_lib.collect.models import embedded_folder
 
     print(embedded_folder())
+
+
+@fetch_app.command("corpora")
+def fetch_corpora(
+    names: Annotated[list[str] | None, typer.Argument(help="Names, e.g. a40_61; by default all.")] = None,
+) -> None:
+    """Get the published GPU measurements by address and SHA-256 (RUITONG_DATA points to a folder that has them)."""
+    from ruitong_lib.collect import corpora
+
+    print(*corpora.fetch(names or []), sep="\n")

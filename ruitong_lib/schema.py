@@ -327,10 +327,12 @@ def combine(shards: Iterable[xr.Dataset]) -> xr.Dataset:
 
 
 def _check_prompt_hashes(ds: xr.Dataset) -> None:
-    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    # One tokenizer may render a prompt with and without thinking; comparing the two is refused later.
+    seen: dict[tuple[Any, str], tuple[str, str]] = {}
     for c in range(ds.sizes["cell"]):
         one = ds.isel(cell=c)
-        tokenizer = provenance(one).get("tokenizer_sha256", str(one["model"].values))
+        found = provenance(one)
+        tokenizer = found.get("tokenizer_sha256", str(one["model"].values)), found.get("cell", {}).get("thinking")
         for p, sha in zip(one["prompt"].values, one["prompt_sha256"].values, strict=True):
             if not sha:
                 continue

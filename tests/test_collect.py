@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ruitong_lib import RefusedError, RuitongError, compare, schema
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect import devices, finished, forward, models, run_cell
+from ruitong_lib.collect import devices, epilogue, finished, forward, models, run_cell
 from ruitong_lib.collect.transformers import collect
 from ruitong_lib.prompts import load_prompts, render
 from ruitong_lib.testing import tiny_model
@@ -45,22 +45,39 @@ def forward_logits(folder: Path, shard: xr.Dataset, scoring: str, prompt: int) -
         return model(input_ids=torch.tensor([text])).logits[0, len(ids) - 1 :]
 
 
-def test_numbers_agree_with_float64_log_softmax_of_the_plain_forward(folder: Path) -> None:
+def test_numbers_agree_with_the_plain_forward(folder: Path) -> None:
     shard = collect(cell(folder))
     for scoring, prompt in (("decode", 0), ("replay", 1), ("replay", 3)):
         row = shard.isel(cell=0).sel(scoring=scoring).isel(prompt=prompt)
         n = int(row["n_tokens"])
         lp = forward_logits(folder, shard, scoring, prompt).double().log_softmax(-1).numpy()
         own = row["token_id"].values[:n]
-        # 1e-5: the collector's own forward may use another kernel than the plain one (one batch, lm_head on fewer rows)
-        np.testing.assert_allclose(row["logprob"].values[:n], lp[np.arange(n), own], atol=1e-5)
+        # 1e-4: the collector's own forward uses other kernels (no full logits); the same logits are tested below
+        np.testing.assert_allclose(row["logprob"].values[:n], lp[np.arange(n), own], atol=1e-4)
         order = np.argsort(-lp, axis=1, kind="stable")[:, :20]
-        np.testing.assert_allclose(row["top_logprob"].values[:n], np.take_along_axis(lp, order, 1), atol=1e-5)
+        np.testing.assert_allclose(row["top_logprob"].values[:n], np.take_along_axis(lp, order, 1), atol=1e-4)
         assert (row["top_token_id"].values[:n, 0] == order[:, 0]).all()
-        np.testing.assert_allclose(row["entropy"].values[:n], -(np.exp(lp) * lp).sum(1), atol=1e-5)
+        np.testing.assert_allclose(row["entropy"].values[:n], -(np.exp(lp) * lp).sum(1), atol=1e-4)
         masked = lp.copy()
         np.put_along_axis(masked, row["top_token_id"].values[:n].astype(int), -np.inf, 1)
-        np.testing.assert_allclose(row["tail_logprob"].values[:n], np.logaddexp.reduce(masked, axis=1), atol=2e-5)
+        np.testing.assert_allclose(row["tail_logprob"].values[:n], np.logaddexp.reduce(masked, axis=1), atol=1e-4)
+
+
+def test_logprobs_are_a_float64_log_softmax_of_the_same_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score, worst = epilogue.score, [0.0]
+
+    def checked(logits: torch.Tensor, k: int, ids: torch.Tensor | None = None) -> epilogue.Rows:
+        rows = score(logits, k, ids)
+        lp = logits.double().log_softmax(-1)
+        off = (rows.top_logprob - lp.gather(1, rows.top_token_id.long())).abs().max()
+        if ids is not None:
+            off = max(off, (rows.logprob - lp.gather(1, ids.long())).abs().max())
+        worst.append(float(off))
+        return rows
+
+    monkeypatch.setattr(epilogue, "score", checked)
+    collect(cell(folder, precision="bf16"))
+    assert 0 < max(worst) < 1e-5
 
 
 def test_greedy_decode_is_generate(folder: Path) -> None:
@@ -81,7 +98,7 @@ def test_greedy_decode_is_generate(folder: Path) -> None:
 
 def test_batches_change_nothing_in_fp32_beyond_rounding(folder: Path) -> None:
     one, four = collect(cell(folder)), collect(cell(folder, batch_size=3))
-    xr.testing.assert_equal(one["token_id"], four["token_id"].assign_coords(cell=one["cell"].values))
+    np.testing.assert_array_equal(one["token_id"].values, four["token_id"].values)
     np.testing.assert_allclose(one["top_logprob"].values, four["top_logprob"].values, atol=2e-4)
     assert four["batch_index"].values.tolist() == [[0, 0, 0, 1]]
     assert four["row_in_batch"].values.tolist() == [[0, 1, 2, 0]]
@@ -99,7 +116,7 @@ def test_decode_and_replay_of_one_text_agree(folder: Path) -> None:
 def test_composition_shuffles_batches_and_says_so(folder: Path) -> None:
     rows = [forward.batch_rows(10, 4, c) for c in (0, 1, 2)]
     assert rows[0] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert all(sorted(sum(r, [])) == list(range(10)) for r in rows)
+    assert all(sorted(i for b in r for i in b) == list(range(10)) for r in rows)
     assert rows[1] != rows[2] != rows[0]
     assert rows[1] == forward.batch_rows(10, 4, 1)
 
@@ -206,7 +223,7 @@ def test_bad_anchors_are_refused_before_the_model_is_loaded(
     monkeypatch.setattr(models, "load", no_model)
     with pytest.raises(RuitongError, match="same prompts in the same order"):
         collect(cell(tiny_folder, anchor=str(path), prompts="core-16"))
-    with pytest.raises(RuitongError, match="stores k=20"):
+    with pytest.raises(RuitongError, match="stores k=20, this cell asks for top_k=30"):
         collect(cell(tiny_folder, anchor=str(path), top_k=30))
     with pytest.raises(RuitongError, match="no shard at"):
         collect(cell(tiny_folder, anchor=str(tmp_path / "none.nc")))
@@ -271,7 +288,5 @@ def test_amx_and_avx512_kernels_leave_different_hashes() -> None:
         "import torch\nfrom ruitong_lib.provenance import matmul_sha256\nprint(matmul_sha256(torch.device('cpu')))\n"
     )
     run = [sys.executable, "-c", code]
-    hashes = [
-        subprocess.run([*run, isa], check=True, capture_output=True, text=True).stdout for isa in ("", "", "AVX512_CORE")
-    ]
+    hashes = [subprocess.check_output([*run, isa], text=True) for isa in ("", "", "AVX512_CORE")]
     assert hashes[0] == hashes[1] != hashes[2]

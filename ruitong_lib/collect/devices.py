@@ -93,8 +93,8 @@ def _check_npu() -> None:
         for name in [m for m in sys.modules if m == "torch" or m.startswith(("torch.", "torch_npu"))]:
             del sys.modules[name]
         raise DeviceUnavailableError(
-            f"device 'npu': torch_npu is installed, but CANN is not ({type(e).__name__}: {e}). Install the CANN toolkit "
-            "and source its set_env.sh; to use torch without it: TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            f"device 'npu': torch_npu is installed, but CANN is not ({type(e).__name__}: {e}). Install the CANN "
+            "toolkit and source its set_env.sh; to use torch without it: TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         ) from e
 
 
@@ -112,7 +112,8 @@ def _missing(kind: str, torch: Any) -> str:
         else "CPU only"
     )
     tool = {"cuda": "nvidia-smi", "rocm": "rocminfo", "xpu": "xpu-smi", "mps": "an Apple-silicon Mac"}[kind]
-    return f"device {kind!r} is not here: {build}. Check {tool} and install the matching build of torch; or use -p device cpu"
+    advice = f"Check {tool} and install the matching build of torch; or use -p device cpu"
+    return f"device {kind!r} is not here: {build}. {advice}"
 
 
 def hardware(device: str) -> str:

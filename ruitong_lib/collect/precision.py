@@ -1,5 +1,6 @@
 """Precision: the dtype that a model is loaded in, and the W8A8 recipe."""
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from ruitong_lib.errors import RuitongError
@@ -29,13 +30,20 @@ def apply(model: Any, precision: str) -> dict[str, Any]:
     import torch
 
     wanted = load_dtype(precision)
-    effective = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if effective != {wanted}:
+    other = {n: p for n, p in model.named_parameters() if p.is_floating_point() and p.dtype != wanted}
+    # transformers keeps a few small weights of some families in fp32 on purpose (a router's); the recipe lists them.
+    few = sum(p.numel() for p in other.values()) * 10 < sum(p.numel() for p in model.parameters())
+    effective = {str(p.dtype) for p in other.values() if p.dtype != torch.float32 or not few}
+    if effective:
         raise RuitongError(
-            f"precision {precision!r} needs weights in {wanted}, but the model holds "
-            f"{', '.join(sorted(map(str, effective)))} after loading; a row must not carry a dtype it was not computed in"
+            f"precision {precision!r} needs weights in {wanted}, but the model holds {', '.join(sorted(effective))} "
+            "after loading; a row must not carry a dtype that it was not computed in"
         )
-    recipe: dict[str, Any] = {"weights": str(wanted), "activations": str(wanted)}
+    recipe: dict[str, Any] = {
+        "weights": str(wanted),
+        "activations": str(wanted),
+        "kept_in_fp32": sorted({re.sub(r"\d+", "*", n) for n in other}),
+    }
     if precision != "w8a8":
         return recipe
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_

@@ -164,8 +164,11 @@ def _check_anchor(shard: xr.Dataset, prompts: list[str], cell: Cell) -> None:
         raise RuitongError(
             f"anchor {cell.anchor} has no usable decode ({', '.join(names)}); collect it with scoring='both'"
         )
-    if shard.sizes["k"] < cell.top_k:
-        raise RuitongError(f"anchor {cell.anchor} stores k={shard.sizes['k']}, this cell asks for top_k={cell.top_k}")
+    if shard.sizes["k"] != cell.top_k:
+        raise RuitongError(
+            f"anchor {cell.anchor} stores k={shard.sizes['k']}, this cell asks for top_k={cell.top_k}; replays are "
+            "comparable only over the same anchor ids, so use the same number"
+        )
 
 
 def load_anchor(shard: xr.Dataset, prompt_hashes: Sequence[str]) -> Anchor:

@@ -129,7 +129,12 @@ def _every_floor(ds: xr.Dataset, row: Row, kl: xr.DataArray, rungs: Sequence[flo
     if two is not None and own != {two[0]}:
         finer, parts = two
         precision = ds["precision"].sel(cell=finer).item()
-        facts = {"rung": "two roundings", "reference": finer, "candidate": "both sides", "rounding_class": "2×bf16"}
+        facts: Row = {
+            "rung": "two roundings",
+            "reference": finer,
+            "candidate": "both sides",
+            "rounding_class": "2×bf16",
+        }
         summed = sum(float(p.sum() / p.notnull().sum()) for p in parts)
         facts |= {"between": f"each side and {precision}, summed", "mean_kl": summed}
         out.append(facts | _prefixed(floors.ratio(kl, parts)))
@@ -228,15 +233,13 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
                 ]
             )
         )
-    for r in rows:
-        if r["status"] != "ok":
-            lines.append(f"\n**{r['status']}** `{r['candidate']}`: {r['reason']}")
+    lines += [f"\n**{r['status']}** `{r['candidate']}`: {r['reason']}" for r in rows if r["status"] != "ok"]
     return "\n".join([*lines, "", *_decode_lines(ok), "", *_every_floor_lines(ok)]) + "\n"
 
 
 def _how_to_read() -> list[str]:
     return [
-        "KL: mean over positions of the lower bound from the anchor's top-k, both directions averaged, replay of one anchor.",
+        "KL: mean over positions of the lower bound from the anchor's top-k, both directions averaged, in replay.",
         "Floor: the largest of batch size, batch composition and attention on the same hardware, engine and precision,",
         "without the row's own axis. R: ratio of sums over common positions, jackknife-t interval over prompts.",
         "A ratio across rounding classes (a one-rounding delta over a two-rounding floor) is no equivalence statement.",
