@@ -240,3 +240,7 @@ def fetch_corpora(
     from ruitong_lib.collect import corpora
 
     print(*corpora.fetch(names or []), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

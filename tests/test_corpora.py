@@ -267,7 +267,7 @@ def test_corpora_combine_into_one_aggregate() -> None:
         ("a40_61", "rtx6000ada_61", 45, 16, 61, None, None),
     ],
 )
-def test_the_published_numbers_come_out(  # noqa: PLR0917
+def test_the_published_numbers_come_out(
     reference: str, candidate: str, identical: int, diverged: int, n: int, delta_prob: str | None, mass: str | None
 ) -> None:
     p = published.reproduce(shard(reference), shard(candidate))

@@ -112,7 +112,7 @@ def collect(cell: Cell, *, progress: Callable[[str, int, int], None] | None = No
             ds["row_in_batch"].values[0, rows] = range(len(rows))
         if decoded is not None:
             ds["text"].values[0] = [
-                loaded.tokenizer.decode(t[:n], skip_special_tokens=True)
+                loaded.tokenizer.decode([i for i in t[:n] if i >= 0], skip_special_tokens=True)  # −1: NaN logits
                 for t, n in zip(decoded["token_id"].tolist(), decoded["n_tokens"].tolist(), strict=True)
             ]
         ds["provenance"].values[0] = provenance.to_json(found)
