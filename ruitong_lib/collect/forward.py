@@ -91,12 +91,15 @@ def _write(out: dict[str, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor], 
     out["state"][at[0][rows.bad]] = _NAN
 
 
-def decode(run: Run, max_new_tokens: int, eos: set[int], timing: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def decode(
+    run: Run, max_new_tokens: int, eos: set[int], timing: dict[str, Any], *, warm: bool = True
+) -> dict[str, np.ndarray[Any, Any]]:
     """Decode greedily with the KV cache, one token at a time, from raw logits.
 
     Prompts are padded on the right and each new token gets its own position id, so the cache of a short prompt has a
     masked gap and no row starts with padding. A row that has ended stays in its batch: the batch shape is what is
     measured. The end-of-text token is part of the row. A row whose logits turn NaN stops there, with that state.
+    ``warm`` runs the first batch once before the clock starts; ``timing`` receives the speed.
 
     Returns
     -------
@@ -104,7 +107,8 @@ def decode(run: Run, max_new_tokens: int, eos: set[int], timing: dict[str, Any])
     """
     _check_padding(run)
     out = _empty(run, max_new_tokens)
-    _decode_batch(run, run.batches[0], min(2, max_new_tokens), eos, _empty(run, max_new_tokens))  # warm-up
+    if warm:
+        _decode_batch(run, run.batches[0], min(2, max_new_tokens), eos, _empty(run, max_new_tokens))
     devices.synchronize(run.device)
     start = time.perf_counter()
     for rows in run.each_batch("decode"):
@@ -159,11 +163,12 @@ def _decode_batch(run: Run, rows: list[int], limit: int, eos: set[int], out: dic
         hidden = _hidden(run, step, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)[:, 0]
 
 
-def replay(run: Run, anchor: Anchor, timing: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def replay(run: Run, anchor: Anchor, timing: dict[str, Any], *, warm: bool = True) -> dict[str, np.ndarray[Any, Any]]:
     """Score a given continuation in one forward pass a batch (teacher forcing).
 
     Only the scored positions go through the output embedding, ``HEAD_ROWS`` at a time, so the memory above the model
-    is one block of logits however long the texts are.
+    is one block of logits however long the texts are. ``warm`` and ``timing`` as for :func:`decode`; the warm-up also
+    checks that the model's logits are its output embedding of the hidden state.
 
     Returns
     -------
@@ -175,9 +180,10 @@ def replay(run: Run, anchor: Anchor, timing: dict[str, Any]) -> dict[str, np.nda
     out["anchor_tail_logprob"] = torch.full((len(run.ids), width), torch.nan)
     out["token_id"] = torch.from_numpy(anchor.token_id.copy())
     out["n_tokens"] = torch.from_numpy(anchor.n_tokens.copy())
-    scratch = {k: v.clone() for k, v in out.items()}
-    _replay_batch(run, run.batches[0], anchor, scratch, check=True)  # warm-up
-    del scratch
+    if warm:
+        scratch = {k: v.clone() for k, v in out.items()}
+        _replay_batch(run, run.batches[0], anchor, scratch, check=True)
+        del scratch
     devices.synchronize(run.device)
     start = time.perf_counter()
     for rows in run.each_batch("replay"):
