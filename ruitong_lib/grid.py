@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,7 @@ def execute_cell(cell: Cell, stem: str) -> None:
                 progress_bar=False,
                 log_output=False,
                 start_timeout=120,
+                config=_kernel_config(),
                 cwd=str(folder),
             )
             return
@@ -114,6 +116,13 @@ def execute_cell(cell: Cell, stem: str) -> None:
             if attempt == KERNEL_START_TRIES:
                 raise
             log.warning("the kernel of %s did not start (%s); try %d of %d", stem, e, attempt + 1, KERNEL_START_TRIES)
+
+
+def _kernel_config() -> Any:
+    """Talk to kernels over local sockets where the system has them: two TCP kernels can be given one port."""
+    from traitlets.config import Config
+
+    return Config({"KernelManager": {"transport": "ipc"}} if sys.platform.startswith("linux") else {})
 
 
 def explain(error: Exception) -> str:
