@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     options = parser.parse_args()
     loaded = models.load(Cell(scoring="both", precision=options.precision))
-    every = render(load_prompts("core-16").prompts, loaded.tokenizer)
+    every = render(load_prompts("core-16").prompts, loaded.tokenizer)[:8]
     every = [(i * 4)[:128] for i in every]  # prompts of one length, so that the share of scored positions is known
     print(
         f"threads {torch.get_num_threads()}, precision {options.precision}, medians of {options.runs} interleaved runs"
@@ -96,7 +96,7 @@ def main() -> None:
                 share = scored / (prompt + scored - 1)
                 print(f"replay  batch {batch_size}, {share:.0%} of positions scored: tokens/s {ratios}", flush=True)
         for batch_size in (1, 8):
-            ids = [i[:64] for i in every[: 2 * batch_size]]
+            ids = [i[:64] for i in (every * 2)[: 2 * batch_size]]
             run = Run(loaded.model, loaded.device, ids, forward.batch_rows(len(ids), batch_size), 20)
             s = interleaved(
                 options.runs,
