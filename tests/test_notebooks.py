@@ -100,7 +100,10 @@ def test_readers(name: str, outputs: Path, tmp_path: Path, cwd: Path) -> None:
     if name == "delta_table":
         rows = json.loads((outputs / "tables" / "delta_table.json").read_text(encoding="utf-8"))
         assert {r["axis"] for r in rows} == {"precision", "batch size", "attention"}
-        assert all(r["floor"] and r["ratio"]["lo"] <= r["ratio"]["value"] <= r["ratio"]["hi"] for r in rows)
+        assert all(r["floor"] for r in rows)  # no row without its floor
+        ratios = [r["ratio"] for r in rows if r["ratio"]["lo"] is not None]
+        assert ratios
+        assert all(x["lo"] <= x["value"] <= x["hi"] for x in ratios)
         text = (outputs / "tables" / "delta_table.md").read_text(encoding="utf-8")
         assert text.count("| precision |") >= 3
 
