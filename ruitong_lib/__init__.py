@@ -6,7 +6,8 @@ them inside :mod:`ruitong_lib.collect`, drawing one inside :mod:`ruitong_lib.rep
 
 from ruitong_lib.cell import Cell
 from ruitong_lib.errors import RefusedError, RuitongError
-from ruitong_lib.measure.compare import align, compare
+from ruitong_lib.measure.align import align
+from ruitong_lib.measure.compare import compare
 from ruitong_lib.measure.floor import floor_for, ladder, ratio
 from ruitong_lib.schema import combine, load, save, validate
 

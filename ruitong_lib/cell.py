@@ -21,8 +21,8 @@ from ruitong_lib.prompts import load_prompts
 COLLECT_VERSION = 1
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "engine": ("transformers",),
-    "precision": ("fp32", "bf16", "fp16", "w8a8"),
+    "engine": ("transformers", "endpoint"),
+    "precision": ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "w8a8"),
     "attention": ("sdpa", "eager", "flash_attention_2"),
     "onednn_isa": (
         "",
@@ -35,6 +35,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "scoring": ("replay", "decode", "both"),
 }
+# Where things are, not what is computed: in no content key and no manifest. (The anchor has its own hash.)
+NOT_NUMBERS = ("outputs", "overwrite", "anchor", "base_url", "api_key_env")
 DEVICES = ("auto", "cpu", "cuda", "rocm", "npu", "xpu", "mps")
 RANGES: dict[str, tuple[int, int]] = {
     "batch_size": (1, 65_536),
@@ -49,7 +51,7 @@ RANGES: dict[str, tuple[int, int]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The parameters of one run. Every field but ``overwrite`` and ``outputs`` can change numbers.
+    """The parameters of one run. Every field but those of ``NOT_NUMBERS`` can change numbers.
 
     Raises
     ------
@@ -59,13 +61,15 @@ class Cell:
 
     model: str = "smollm2-135m"  #: hub id, local folder, or smollm2-135m (embedded, needs no download)
     revision: str = ""  #: hub revision; empty is the default branch
-    engine: str = "transformers"
+    engine: str = "transformers"  #: transformers, or endpoint: a server that speaks the OpenAI protocol
     device: str = "cpu"  #: auto, cpu, cuda, rocm, npu, xpu, mps; with an index: npu:1
-    precision: str = "bf16"  #: fp32, bf16, fp16, w8a8
+    precision: str = "bf16"  #: fp64, fp32, tf32, bf16, fp16, fp8, w8a8
     batch_size: int = 1
     composition: int = 0  #: which prompts share a batch: 0 is the set's order, n a shuffle seeded with n
     attention: str = "sdpa"  #: sdpa, eager, flash_attention_2
     onednn_isa: str = ""  #: cap on the CPU's instruction set (AVX512_CORE); empty is none
+    deterministic: bool = False  #: deterministic algorithms of torch and of the device's libraries
+    max_memory: str = ""  #: spread a large model: auto, or 0=40GiB,cpu=60GiB; empty is one device
     threads: int = 0  #: CPU threads; 0 is one a core
     seed: int = 0  #: torch.manual_seed; greedy decoding draws nothing, a stochastic layer would
     repeat: int = 0  #: number of the rerun
@@ -75,6 +79,10 @@ class Cell:
     scoring: str = "replay"  #: replay (the anchor's text), decode (its own), both
     anchor: str = ""  #: the shard whose text is replayed; empty: this cell is the anchor and replays its own text
     top_k: int = 20
+    base_url: str = ""  #: endpoint: the server's address, e.g. http://127.0.0.1:8000/v1
+    served_model: str = ""  #: endpoint: the server's own name of the model; empty is `model`
+    api_key_env: str = ""  #: endpoint: the environment variable that holds the key; empty sends none
+    hardware: str = ""  #: endpoint: what the server runs on (ruitong doctor prints a machine's label)
     outputs: str = ""  #: folder for generated files; empty is the repository's outputs/
     overwrite: bool = False  #: collect again although the shard is there
 
@@ -126,7 +134,7 @@ class Cell:
             Label of the anchor cell; empty where this cell is the anchor.
         """
         fields = dataclasses.asdict(self)
-        for name in ("outputs", "overwrite", "anchor"):
+        for name in NOT_NUMBERS:
             del fields[name]
         packages = ["torch", "transformers", *(["torchao"] if self.precision == "w8a8" else [])]
         if self.device.partition(":")[0] == "cpu":

@@ -6,7 +6,8 @@ import pytest
 
 from ruitong_lib import compare, schema
 from ruitong_lib.errors import RefusedError
-from ruitong_lib.measure.compare import align, axis_name, differs_in, divergence_events, jsonable
+from ruitong_lib.measure.align import align, axis_name, differs_in
+from ruitong_lib.measure.compare import divergence_events, jsonable
 from ruitong_lib.testing import DEFAULTS, synthetic_shards
 
 DECODE, REPLAY = 0, 1

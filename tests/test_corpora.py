@@ -16,7 +16,8 @@ from ruitong_lib import schema
 from ruitong_lib.collect import corpora
 from ruitong_lib.errors import RefusedError, RuitongError
 from ruitong_lib.measure import configuration, published
-from ruitong_lib.measure.compare import align, compare
+from ruitong_lib.measure.align import align
+from ruitong_lib.measure.compare import compare
 
 DATA = Path(os.environ.get("RUITONG_DATA") or Path(__file__).parents[2] / "shared" / "corpora")
 needs_corpora = pytest.mark.skipif(

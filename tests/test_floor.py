@@ -8,7 +8,7 @@ from scipy import stats
 
 from ruitong_lib import schema
 from ruitong_lib.measure import floor
-from ruitong_lib.measure.compare import align
+from ruitong_lib.measure.align import align
 from ruitong_lib.measure.floor import flips_beyond_floor, floor_for, ladder, phase_kl, ratio, rounding_class
 from ruitong_lib.testing import synthetic_shards
 

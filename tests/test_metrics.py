@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from ruitong_lib.measure.compare import align
+from ruitong_lib.measure.align import align
 from ruitong_lib.measure.metrics import METRICS
 from ruitong_lib.testing import synthetic_shards
 

@@ -18,7 +18,8 @@ import xarray as xr
 from ruitong_lib import schema
 from ruitong_lib.errors import RefusedError, RuitongError
 from ruitong_lib.measure import floor as floors
-from ruitong_lib.measure.compare import align, compare
+from ruitong_lib.measure.align import align
+from ruitong_lib.measure.compare import compare
 from ruitong_lib.paths import NOTEBOOKS
 from ruitong_lib.report import drawing, plotdata, plots
 from ruitong_lib.testing import synthetic_shards

@@ -16,7 +16,8 @@ from ruitong_lib.collect import corpora
 from ruitong_lib.errors import RefusedError, RuitongError
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure import verdict as verdicts
-from ruitong_lib.measure.compare import align, compare, default_scoring
+from ruitong_lib.measure.align import align, default_scoring
+from ruitong_lib.measure.compare import compare
 from ruitong_lib.measure.pairs import judge_pairs, judge_with_floor, to_frame
 from ruitong_lib.measure.plan import plan
 from ruitong_lib.measure.verdict import Verdict, holm, judge, margin_for, mcnemar

@@ -7,7 +7,7 @@ import torch
 import xarray as xr
 
 from ruitong_lib import provenance, schema
-from ruitong_lib.cell import Cell
+from ruitong_lib.cell import NOT_NUMBERS, Cell
 from ruitong_lib.collect import devices, models
 from ruitong_lib.collect.forward import Anchor, Run, batch_rows, decode, replay
 from ruitong_lib.errors import RuitongError
@@ -70,9 +70,7 @@ def collect(cell: Cell, *, progress: Callable[[str, int, int], None] | None = No
         anchor_label = anchor.label if anchor_shard is not None and anchor is not None else ""
         label = cell.label(hardware=hardware, anchor=anchor_label)
         found = provenance.software() | {
-            "cell": {
-                f: getattr(cell, f) for f in cell.__dataclass_fields__ if f not in {"outputs", "overwrite", "anchor"}
-            },
+            "cell": {f: getattr(cell, f) for f in cell.__dataclass_fields__ if f not in NOT_NUMBERS},
             "content_key": cell.key(hardware=hardware, anchor=anchor_label),
             "hardware": hardware,
             "device": str(loaded.device),

@@ -18,7 +18,7 @@ from scipy import stats
 from ruitong_lib import schema
 from ruitong_lib.errors import RefusedError
 from ruitong_lib.measure import kernels, metrics
-from ruitong_lib.measure.compare import AXES, align, axis_name, differs_in, reference_gap
+from ruitong_lib.measure.align import AXES, align, axis_name, differs_in, reference_gap
 
 RESOLUTION = 1e-8  # nat: below this mean KL, stored float32 logprobs say nothing
 GAP_EDGES = (0.0, 1 / 16, 3 / 16, 5 / 16, 1 / 2, 3 / 4, 5 / 4, math.inf)  # nat; fixed in METHOD

@@ -12,7 +12,8 @@ import pandas as pd
 import xarray as xr
 
 from ruitong_lib.errors import RefusedError
-from ruitong_lib.measure.compare import Comparison, align, compare
+from ruitong_lib.measure.align import align
+from ruitong_lib.measure.compare import Comparison, compare
 from ruitong_lib.measure.configuration import flip_gaps
 from ruitong_lib.measure.floor import Floor, pair_floor, pair_kl, rounding_class, sum_floor
 from ruitong_lib.measure.verdict import Verdict, holm, judge

@@ -13,7 +13,8 @@ import xarray as xr
 from ruitong_lib import schema
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.measure import metrics
-from ruitong_lib.measure.compare import align, jsonable
+from ruitong_lib.measure.align import align
+from ruitong_lib.measure.compare import jsonable
 from ruitong_lib.measure.floor import Ratio, ratio, rounding_class
 from ruitong_lib.measure.verdict import gates, margin_for, prompts_needed
 

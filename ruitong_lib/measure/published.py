@@ -13,7 +13,7 @@ import xarray as xr
 from scipy import stats
 
 from ruitong_lib.measure import kernels
-from ruitong_lib.measure.compare import align
+from ruitong_lib.measure.align import align
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from scipy import stats
 from ruitong_lib import paths
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.measure import kernels, metrics
-from ruitong_lib.measure.compare import align, is_identical, jsonable
+from ruitong_lib.measure.align import align
+from ruitong_lib.measure.compare import is_identical, jsonable
 from ruitong_lib.measure.configuration import flip_gaps
 from ruitong_lib.measure.floor import FLOOR_RUNGS, Floor, Ratio, flips_beyond_floor, ratio, rounding_class
 

@@ -11,7 +11,8 @@ from ruitong_lib import schema
 from ruitong_lib.errors import RefusedError, RuitongError
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure import kernels, metrics
-from ruitong_lib.measure.compare import DRAWS, align, axis_name, differs_in, divergence_events
+from ruitong_lib.measure.align import align, axis_name, differs_in
+from ruitong_lib.measure.compare import DRAWS, divergence_events
 
 CURVE_DRAWS = 500  # resamples of prompts for a band: each draw is a whole curve
 MIN_VALUES = 20  # a bin of fewer values has no 99th percentile worth a point

@@ -12,7 +12,8 @@ import xarray as xr
 from ruitong_lib import schema
 from ruitong_lib.errors import RefusedError, RuitongError
 from ruitong_lib.measure import floor as floors
-from ruitong_lib.measure.compare import align, axis_name, compare, differs_in, jsonable
+from ruitong_lib.measure.align import align, axis_name, differs_in
+from ruitong_lib.measure.compare import compare, jsonable
 
 Row = dict[str, Any]
 
