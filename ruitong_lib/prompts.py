@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +15,22 @@ from ruitong_lib.paths import PROMPTS, found
 
 
 class Prompt(NamedTuple):
-    """One prompt: what the user says, and the system message before it, if any."""
+    """One prompt: what the user says, the system message before it, and for a gate item how its answer is read.
+
+    An item has a ``gate`` (the kind of task) and a ``parser`` (:mod:`ruitong_lib.measure.answers`).
+    """
 
     id: str
     category: str
     language: str
     text: str
     system: str = ""
+    gate: str = ""
+    parser: str = ""
+    options: tuple[str, ...] = ()  #: the answers allowed; with them the item has a constrained form
+    key: str = ""  #: the right answer; used for direction, never for "changed"
+    tolerance: float = 0.0  #: numbers at most this far apart are the same answer
+    pattern: str = ""  #: regular expression of the answer (parser "pattern")
 
 
 class PromptSet(NamedTuple):
@@ -32,8 +42,8 @@ class PromptSet(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of everything that reaches the model: ids, texts and system messages, in order."""
-        rows = [[p.id, p.text, p.system] for p in self.prompts]
+        """SHA-256 of all that changes a shard: ids, texts, system messages and options, in order."""
+        rows = [[p.id, p.text, p.system, *([list(p.options)] if p.options else [])] for p in self.prompts]
         return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode()).hexdigest()
 
 
@@ -45,7 +55,8 @@ def load_prompts(spec: str) -> PromptSet:
     spec
         The name of a set or subset of ``params/prompts/*.yml`` (``core``, ``core-61``), or the path of a YAML or
         JSONL file of your own, with ``#subset`` where the file names subsets. Each prompt has ``text`` (or
-        ``prompt``), and may have ``id``, ``category``, ``language``, ``system``.
+        ``prompt``), and may have ``id``, ``category``, ``language``, ``system``, and for a gate item ``gate``,
+        ``parser``, ``options``, ``key``, ``tolerance``, ``pattern``.
 
     Raises
     ------
@@ -84,7 +95,7 @@ def _parse(path: Path, _changed: int) -> dict[str, Any]:
     try:
         if path.suffix == ".jsonl":
             return {"prompts": [json.loads(line) for line in text.split("\n") if line.strip()]}
-        document = yaml.safe_load(text)
+        document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C: ten times as fast
     except (ValueError, yaml.YAMLError) as e:
         raise RuitongError(f"{path} is not valid {path.suffix[1:]}: {e}") from e
     if isinstance(document, list):
@@ -127,13 +138,34 @@ def _prompt(row: Any, index: int, where: str) -> Prompt:
     text = row.get("text", row.get("prompt"))
     if not isinstance(text, str) or not text.strip():
         raise RuitongError(f"{where}: prompt {index + 1} ({row.get('id', 'no id')}) has no text")
+    where = f"{where}: prompt {index + 1} ({row.get('id', 'no id')})"
     return Prompt(
         id=str(row.get("id", f"p{index:04d}")),
-        category=str(row.get("category", "")),
+        category=str(row.get("category", row.get("gate", ""))),
         language=str(row.get("language", "")),
         text=text,
         system=str(row.get("system", "")),
+        gate=str(row.get("gate", "")),
+        parser=str(row.get("parser", "")),
+        options=_options(row.get("options", ()), where),
+        key=str(row.get("key", "")),
+        tolerance=_tolerance(row.get("tolerance", 0.0), where),
+        pattern=str(row.get("pattern", "")),
     )
+
+
+def _options(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(o, str) and o.strip() for o in value):
+        raise RuitongError(f"{where}: options must be a list of texts (quote yes, no and numbers), got {value!r}")
+    if len(set(value)) < len(value) or len(value) == 1:
+        raise RuitongError(f"{where}: options must be two or more different texts, got {value!r}")
+    return tuple(value)
+
+
+def _tolerance(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise RuitongError(f"{where}: tolerance must be a number from 0, got {value!r}")
+    return float(value)
 
 
 def render(prompts: Sequence[Prompt], tokenizer: Any, *, thinking: bool = False) -> list[list[int]]:
@@ -142,18 +174,49 @@ def render(prompts: Sequence[Prompt], tokenizer: Any, *, thinking: bool = False)
     ``enable_thinking`` is always passed, so that no template's own default decides. The template is rendered to text
     and encoded without special tokens: the template writes those itself, and a second BOS would change every number.
     """
+    return [_encode(text, tokenizer) for text in _texts(prompts, tokenizer, thinking)]
+
+
+def _texts(prompts: Sequence[Prompt], tokenizer: Any, thinking: bool) -> list[str]:
+    if not tokenizer.chat_template:
+        return [f"{p.system}\n{p.text}" if p.system else p.text for p in prompts]
     rendered = []
     for p in prompts:
-        if tokenizer.chat_template:
-            messages = [{"role": "system", "content": p.system}] if p.system else []
-            messages.append({"role": "user", "content": p.text})
-            text = tokenizer.apply_chat_template(
+        messages = [{"role": "system", "content": p.system}] if p.system else []
+        messages.append({"role": "user", "content": p.text})
+        rendered.append(
+            tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking
             )
-            rendered.append(tokenizer.encode(text, add_special_tokens=False))
-        else:
-            rendered.append(tokenizer.encode(f"{p.system}\n{p.text}" if p.system else p.text))
-    return [[int(i) for i in ids] for ids in rendered]
+        )
+    return rendered
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer.chat_template else tokenizer.encode(text)
+    return [int(i) for i in ids]
+
+
+def option_ids(prompts: Sequence[Prompt], tokenizer: Any, *, thinking: bool = False) -> dict[str, dict[str, int]]:
+    """Return the first token of each answer option, as the tokenizer writes it after the rendered prompt.
+
+    Without a chat template the option follows a space, as an answer would in plain text.
+
+    Returns
+    -------
+    Prompt id → option → token id. A prompt is left out where two options begin with one token, or where an option
+    merges with the prompt's end: it has no constrained form under this tokenizer.
+    """
+    found = {}
+    items = [p for p in prompts if p.options]
+    for p, text in zip(items, _texts(items, tokenizer, thinking), strict=True):
+        ids = _encode(text, tokenizer)
+        gap = "" if tokenizer.chat_template or text[-1:].isspace() or not text.isascii() else " "
+        answered = [_encode(text + gap + o, tokenizer) for o in p.options]
+        first = [a[len(ids)] if a[: len(ids)] == ids and len(a) > len(ids) else -1 for a in answered]
+        if -1 not in first and len(set(first)) == len(first):
+            found[p.id] = dict(zip(p.options, first, strict=True))
+    return found
 
 
 def ids_sha256(ids: Sequence[int]) -> str:

@@ -223,13 +223,29 @@ def valid_positions(ds: xr.Dataset) -> xr.DataArray:
     return (ds["position"] < ds["n_tokens"]).transpose(*_CPSP)
 
 
-def save(ds: xr.Dataset, path: str | os.PathLike[str]) -> Path:
+def save(ds: xr.Dataset, path: str | os.PathLike[str], *, groups: Mapping[str, xr.Dataset] | None = None) -> Path:
     """Validate and write a shard or aggregate: netCDF-4, compressed, to a temporary file that then replaces ``path``.
 
     A reader sees the old file or the whole new one, whatever happens to the writer. Text is escaped so that NUL and
-    lone surrogates survive (:func:`load` restores it).
+    lone surrogates survive (:func:`load` restores it). ``groups`` are further aggregates kept in the same file, each in
+    a netCDF group of its name: what shares no prompts with the rest would only pad it.
     """
     path = Path(path)
+    parts = {"": ds.assign_attrs(groups=json.dumps(sorted(groups))) if groups else ds, **(groups or {})}
+    encoded = {name: _encoded(part, f"{path} {name}".strip()) for name, part in parts.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    try:
+        for name, (out, encoding) in encoded.items():
+            where: Any = {"group": name, "mode": "a"} if name else {}
+            out.to_netcdf(temporary, engine="h5netcdf", encoding=encoding, **where)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _encoded(ds: xr.Dataset, where: str) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]:
     # A loaded string remembers the length it had on disk, and would cut a longer one of another shard to it.
     out = ds.drop_encoding()
     encoding: dict[str, dict[str, Any]] = {}
@@ -240,19 +256,13 @@ def save(ds: xr.Dataset, path: str | os.PathLike[str]) -> Path:
             encoding[str(name)] = {"_FillValue": None}
             if out[name].size:
                 encoding[str(name)] |= {"zlib": True, "complevel": 4, "shuffle": True}
-    validate(out, where=str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-    try:
-        out.to_netcdf(temporary, engine="h5netcdf", encoding=encoding)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    return validate(out, where=where), encoding
 
 
-def load(path: str | os.PathLike[str]) -> xr.Dataset:
+def load(path: str | os.PathLike[str], *, group: str = "") -> xr.Dataset:
     """Read a shard or aggregate into memory, check it, and close the file.
+
+    ``group`` names a further aggregate of the file; ``attrs["groups"]`` of the first one lists them, as JSON.
 
     Raises
     ------
@@ -264,7 +274,7 @@ def load(path: str | os.PathLike[str]) -> xr.Dataset:
         near = sorted(p.name for p in path.parent.glob("*.nc"))[:5] if path.parent.is_dir() else []
         raise SchemaError(f"no shard at {path}" + (f"; the folder holds {', '.join(near)}, …" if near else ""))
     try:
-        ds = xr.load_dataset(path, engine="h5netcdf").drop_encoding()
+        ds = xr.load_dataset(path, engine="h5netcdf", group=group or None).drop_encoding()
     except Exception as e:
         raise SchemaError(f"{path} cannot be read as netCDF-4 ({type(e).__name__}: {e}); collect the cell again") from e
     for name in (*ds.data_vars, *ds.coords):

@@ -191,9 +191,16 @@ def judge(
         return dataclasses.replace(base, verdict="DIFFERENT", reasons=(bug, *reasons))
     if r.status != "ok":
         return _without_ratio(base, kl, precisions, reasons, level)
+    decided = _decide(r, margin.value, "R", reasons)
+    if "another rounding class" in about and decided.get("verdict") in {"EQUIVALENT", "WITHIN MARGIN"}:
+        # A floor of more roundings is larger by itself, so a small R says nothing; a large one does.
+        decided = {
+            "verdict": "INCONCLUSIVE",
+            "reasons": ("no equivalence across rounding classes", *decided["reasons"]),
+        }
     return dataclasses.replace(
         base,
-        **_decide(r, margin.value, "R", reasons),
+        **decided,
         p_value=_p_value(r, margin.value),
         leave_one_category_out=leave_one_category_out(kl, floor.kl, pair["category"]),
     )
@@ -208,6 +215,8 @@ def _p_value(r: Ratio, c: float) -> float:
 
 def _decide(r: Ratio, c: float, name: str, reasons: Sequence[str]) -> dict[str, Any]:
     """Apply the rule to an interval; ``name`` is what the interval is of."""
+    if not math.isfinite(r.lo):
+        return {"reasons": (f"{name} {r.value:.3g} has no interval: one prompt carries the whole delta", *reasons)}
     shown = f"{name} {r.value:.3g} [{r.lo:.3g}, {r.hi:.3g}]"
     if r.lo > c:
         return {"verdict": "DIFFERENT", "reasons": (f"{shown} lies above the margin {c:g}", *reasons)}

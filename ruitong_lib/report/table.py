@@ -1,5 +1,6 @@
 """The delta table: one row a candidate, never without its floor; as Markdown, CSV and JSON."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from ruitong_lib.errors import RefusedError, RuitongError
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure.align import align, axis_name, differs_in
 from ruitong_lib.measure.compare import compare, jsonable
+from ruitong_lib.measure.verdict import Verdict, holm, judge
 
 Row = dict[str, Any]
 
@@ -65,6 +67,10 @@ def delta_rows(ds: xr.Dataset, *, reference: str = "") -> list[Row]:
         b = schema.select(ds, candidate)
         if b["model"].item() == a["model"].item():
             rows.append(_row(ds, a, b, ladders))
+    # One table, one family: its rows' verdicts on KL are adjusted together.
+    judged = [r for r in rows if isinstance(r.get("verdict"), Verdict)]
+    for r, v in zip(judged, holm([r["verdict"] for r in judged]), strict=True):
+        r["verdict"] = v.to_dict()
     for label, reason in json.loads(ds.attrs.get("not_collected", "{}")).items():
         status = "planned" if reason == "planned" else "failed"
         rows.append({"status": status, "reason": reason, "reference": reference, "candidate": label, "axis": ""})
@@ -101,15 +107,17 @@ def _row(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, ladders: dict[str, list[f
     row["floor"] = chosen.to_dict() if chosen else None
     row["ratio"] = vars(floors.ratio(kl, chosen.kl)) if chosen else None
     row["rounding_class"] = floors.rounding_class(a["precision"].item(), b["precision"].item())
+    pair = align(a, b)
     if chosen:
-        pair = align(a, b)
         base = align(schema.select(ds, chosen.reference), schema.select(ds, chosen.candidate))
         row["flips"] = floors.flips_beyond_floor(pair, base)
+        chosen = dataclasses.replace(chosen, pair=base)
+    verdict = judge(a, b, chosen, pair=pair)
     row["over_every_floor"] = _every_floor(ds, row, kl, ladders["replay"])
     if (a["state"].sel(scoring="decode").values == 0).all() and (b["state"].sel(scoring="decode").values == 0).all():
         row["decode"] = _decode(ds, a, b, ladders["decode"])
     cleaned: Row = jsonable(row)
-    return cleaned
+    return cleaned | {"verdict": verdict}
 
 
 def _shown(value: Any) -> str:
@@ -192,6 +200,8 @@ def to_frame(rows: Sequence[Row]) -> pd.DataFrame:
             line |= {f"{name}.{k}": v for k, v in m.items()}
         for part in ("floor", "ratio", "flips", "notes"):
             line |= {f"{part}.{k}": v for k, v in (r.get(part) or {}).items() if not isinstance(v, dict)}
+        v = r.get("verdict") or {}
+        line |= {"verdict": v.get("verdict"), "reasons": "; ".join(v.get("reasons", ()))}
         decode = r.get("decode") or {}
         for name in ("identical_texts", "mean_tokens_lost", "length_ratio"):
             line |= {f"decode.{name}.{k}": v for k, v in (decode.get("metrics", {}).get(name) or {}).items()}
@@ -211,6 +221,7 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
     head = (
         "axis", "reference → candidate", "n (prompts, positions)", "KL, nat [95 %]", "p99", "max",
         "flips (tied), top-1", "mass shift", "floor: rung, KL", "rounding: delta / floor", "R = delta / floor [95 %]",
+        "verdict",
     )  # fmt: skip
     lines = [f"# {title or 'Delta table'}", "", *_how_to_read(), "", _line(head), _line(["---"] * len(head))]
     ok = [r for r in rows if r["status"] == "ok"]
@@ -231,9 +242,17 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
                     _floor_text(r["floor"]),
                     f"{r['rounding_class']} / {r['floor']['rounding_class'] if r['floor'] else '–'}",
                     _ratio_text(r["ratio"]),
+                    r["verdict"]["verdict"],
                 ]
             )
         )
+    lines += [
+        "",
+        *[
+            f"- {r['axis']}, {r['change']}: **{r['verdict']['verdict']}**, {'; '.join(r['verdict']['reasons'])}"
+            for r in ok
+        ],
+    ]
     lines += [f"\n**{r['status']}** `{r['candidate']}`: {r['reason']}" for r in rows if r["status"] != "ok"]
     return "\n".join([*lines, "", *_decode_lines(ok), "", *_every_floor_lines(ok)]) + "\n"
 
