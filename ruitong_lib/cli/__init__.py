@@ -36,4 +36,4 @@ def print_json(value: Any) -> None:
 
 
 # The verbs: each module adds its own to `app`.
-from ruitong_lib.cli import compare, data, machine  # noqa: E402, F401
+from ruitong_lib.cli import compare, data, machine, publish  # noqa: E402, F401

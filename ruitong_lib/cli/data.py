@@ -1,4 +1,4 @@
-"""Verbs about data: tables, prompts, published runs, the embedded model."""
+"""Verbs about data: prompts, published runs, the embedded model."""
 
 import subprocess
 import sys
@@ -26,23 +26,6 @@ def import_file(
 
     ds = corpora.read(file, hardware=hardware, precision=precision, engine=engine)
     print(schema.save(ds, paths.outputs(outputs) / "cells" / f"{ds['cell'].values[0]}.nc"))
-
-
-@app.command()
-def table(
-    dataset: Annotated[Path | None, typer.Argument(help="Aggregate; by default outputs/ruitong.nc.")] = None,
-    reference: Annotated[str, typer.Option(help="Label of the reference cell; by default the dataset's own.")] = "",
-    outputs: Outputs = "",
-    as_json: Json = False,
-) -> None:
-    """Make the delta table of an aggregate: outputs/tables/delta_table.md, .csv, .json."""
-    from ruitong_lib import schema
-    from ruitong_lib.report import table as tables
-
-    folder = paths.outputs(outputs)
-    rows = tables.delta_rows(schema.load(dataset or folder / "ruitong.nc"), reference=reference)
-    written = tables.write(rows, folder / "tables")
-    print_json(rows) if as_json else print(written[0].read_text(encoding="utf-8"))
 
 
 @app.command()

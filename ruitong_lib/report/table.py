@@ -223,7 +223,14 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
         "flips (tied), top-1", "mass shift", "floor: rung, KL", "rounding: delta / floor", "R = delta / floor [95 %]",
         "verdict",
     )  # fmt: skip
-    lines = [f"# {title or 'Delta table'}", "", *_how_to_read(), "", _line(head), _line(["---"] * len(head))]
+    lines = [
+        f"# {title or 'Delta table'}",
+        "",
+        *_how_to_read([r for r in rows if r["status"] == "ok"]),
+        "",
+        _line(head),
+        _line(["---"] * len(head)),
+    ]
     ok = [r for r in rows if r["status"] == "ok"]
     for r in ok:
         kl, top1, tv = (r["metrics"][m] for m in ("kl", "top1_agreement", "prob_mass_shift"))
@@ -242,7 +249,7 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
                     _floor_text(r["floor"]),
                     f"{r['rounding_class']} / {r['floor']['rounding_class'] if r['floor'] else '–'}",
                     _ratio_text(r["ratio"]),
-                    r["verdict"]["verdict"],
+                    r["verdict"]["verdict"] + (" (exploratory)" if r.get("exploratory") else ""),
                 ]
             )
         )
@@ -257,11 +264,24 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
     return "\n".join([*lines, "", *_decode_lines(ok), "", *_every_floor_lines(ok)]) + "\n"
 
 
-def _how_to_read() -> list[str]:
+def _how_to_read(rows: Sequence[Row]) -> list[str]:
+    kl = "KL: mean over positions of the lower bound from the k best, both directions averaged"
+    lines = {
+        "replay": [
+            f"{kl}, in replay of the anchor.",
+            "Floor: the largest of batch size, batch composition and attention on the same hardware, engine and precision,",
+            "without the row's own axis.",
+        ],
+        "decode": [
+            f"{kl}, in decode up to and including the first difference.",
+            "Floor: borrowed, one bf16 rounding; for two bf16 sides the sum of both sides' KL to one finer cell.",
+            "Exploratory: the rules were set after these data had been seen.",
+        ],
+    }
+    scorings = dict.fromkeys(r["scoring"] for r in rows)
     return [
-        "KL: mean over positions of the lower bound from the anchor's top-k, both directions averaged, in replay.",
-        "Floor: the largest of batch size, batch composition and attention on the same hardware, engine and precision,",
-        "without the row's own axis. R: ratio of sums over common positions, jackknife-t interval over prompts.",
+        *[x for s in scorings for x in lines[s]],
+        "R: ratio of sums over common positions, jackknife-t interval over prompts.",
         "A ratio across rounding classes (a one-rounding delta over a two-rounding floor) is no equivalence statement.",
     ]
 
