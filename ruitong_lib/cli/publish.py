@@ -66,3 +66,31 @@ def table(
     print_json({k: v for k, v in document.items() if k != "shards"}) if as_json else print(
         (where / "delta_table.md").read_text(encoding="utf-8"), where, sep="\n"
     )
+
+
+@app.command()
+def submit(
+    shards: Annotated[
+        list[Path], typer.Argument(help="Shards: the reference, the candidate, and cells for the floor.")
+    ],
+    reference: Annotated[
+        str, typer.Option(help="Label of the reference cell, where it is not the plain bf16 one.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Check shards made elsewhere (schema, provenance, states, privacy) and print the rows that they would add.
+
+    Sends nothing. Exit code 2 when a shard cannot be published as it is.
+    """
+    from ruitong_lib import schema, submission
+    from ruitong_lib.report.table import to_markdown
+
+    loaded = {str(path): schema.load(path) for path in shards}
+    wrong = {path: submission.problems(ds) for path, ds in loaded.items()}
+    rows = [] if any(wrong.values()) else submission.preview(list(loaded.values()), reference=reference)
+    if as_json:
+        print_json({"problems": wrong, "rows": rows})
+    else:
+        print(*[f"{path}: {p}" for path, found in wrong.items() for p in found] or [to_markdown(rows)], sep="\n")
+    if any(wrong.values()):
+        raise typer.Exit(2)
