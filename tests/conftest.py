@@ -56,3 +56,54 @@ def pad_positions() -> Any:
         return schema.validate(padded)
 
     return pad
+
+
+BENCHMARK: dict[str, Any] = {
+    "name": "Test table",
+    "version": "2026-01-02",
+    "supersedes": "",
+    "grids": [],
+    "published": {},
+    "planned": [
+        {
+            "model": "org/large",
+            "hardware": "Card B",
+            "axis": "hardware",
+            "change": "A → B, bf16",
+            "run": "ruitong grid params/large.yml --device npu",
+        }
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def release_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data file of four cells, and one that was planned and not collected."""
+    cells: list[dict[str, Any]] = [
+        {},
+        {"noise": 0.05, "attention": "eager"},
+        {"noise": 0.05, "batch_size": 8},
+        {"noise": 0.6, "precision": "w8a8"},
+    ]
+    shards = synthetic_shards(cells, seed=3).shards
+    ds = schema.combine(shards)
+    ds.attrs |= {
+        "reference": str(shards[0]["cell"].values[0]),
+        "grid": "test",
+        "not_collected": '{"a.cell": "planned"}',
+    }
+    return schema.save(ds, tmp_path_factory.mktemp("release") / "ruitong.nc")
+
+
+@pytest.fixture(scope="session")
+def release_folder(release_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release made from that file."""
+    from ruitong_lib.report import release
+
+    return release.write(release.build(release_file, BENCHMARK), tmp_path_factory.mktemp("tables"))
+
+
+@pytest.fixture(scope="session")
+def benchmark() -> dict[str, Any]:
+    """What the test release is made of, beside its data."""
+    return BENCHMARK

@@ -69,6 +69,24 @@ def table(
 
 
 @app.command()
+def site(
+    version: Annotated[str, typer.Option(help="Release; by default the benchmark's.")] = "",
+    benchmark: Benchmark = DEFAULT,
+    outputs: Outputs = "",
+    as_json: Json = False,
+) -> None:
+    """Build the site of a release: outputs/site/, to be opened from there or put on any server."""
+    from ruitong_lib.benchmark import load_benchmark
+    from ruitong_lib.report import site as sites
+
+    folder = paths.outputs(outputs)
+    release = folder / "tables" / (version or load_benchmark(benchmark)["version"])
+    files = sites.build(release, folder / "site")
+    found = {str(p.relative_to(folder / "site")): p.stat().st_size for p in files}
+    print_json(found) if as_json else print(*[f"{size:9,} {name}" for name, size in found.items()], sep="\n")
+
+
+@app.command()
 def submit(
     shards: Annotated[
         list[Path], typer.Argument(help="Shards: the reference, the candidate, and cells for the floor.")

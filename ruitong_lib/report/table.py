@@ -16,6 +16,7 @@ from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure.align import align, axis_name, differs_in
 from ruitong_lib.measure.compare import compare, jsonable
 from ruitong_lib.measure.verdict import Verdict, holm, judge
+from ruitong_lib.report import oracle as oracles
 
 Row = dict[str, Any]
 
@@ -62,8 +63,8 @@ def delta_rows(ds: xr.Dataset, *, reference: str = "") -> list[Row]:
     a = schema.select(ds, reference)
     rows = []
     for candidate in (str(c) for c in ds["cell"].values):
-        if candidate == reference:
-            continue
+        if candidate in (reference, ds.attrs.get("oracle")):
+            continue  # an oracle is no candidate; how far each cell is from it is a section of its own
         b = schema.select(ds, candidate)
         if b["model"].item() == a["model"].item():
             rows.append(_row(ds, a, b, ladders))
@@ -114,6 +115,7 @@ def _row(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, ladders: dict[str, list[f
         chosen = dataclasses.replace(chosen, pair=base)
     verdict = judge(a, b, chosen, pair=pair)
     row["over_every_floor"] = _every_floor(ds, row, kl, ladders["replay"])
+    row["oracle"] = oracles.section(ds, a, b)
     if (a["state"].sel(scoring="decode").values == 0).all() and (b["state"].sel(scoring="decode").values == 0).all():
         row["decode"] = _decode(ds, a, b, ladders["decode"])
     cleaned: Row = jsonable(row)
@@ -202,6 +204,7 @@ def to_frame(rows: Sequence[Row]) -> pd.DataFrame:
             line |= {f"{part}.{k}": v for k, v in (r.get(part) or {}).items() if not isinstance(v, dict)}
         v = r.get("verdict") or {}
         line |= {"verdict": v.get("verdict"), "reasons": "; ".join(v.get("reasons", ()))}
+        line |= oracles.flat(r.get("oracle"))
         decode = r.get("decode") or {}
         for name in ("identical_texts", "mean_tokens_lost", "length_ratio"):
             line |= {f"decode.{name}.{k}": v for k, v in (decode.get("metrics", {}).get(name) or {}).items()}
@@ -261,7 +264,7 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
         ],
     ]
     lines += [f"\n**{r['status']}** `{r['candidate']}`: {r['reason']}" for r in rows if r["status"] != "ok"]
-    return "\n".join([*lines, "", *_decode_lines(ok), "", *_every_floor_lines(ok)]) + "\n"
+    return "\n".join([*lines, "", *_decode_lines(ok), "", *oracles.lines(ok), *_every_floor_lines(ok)]) + "\n"
 
 
 def _how_to_read(rows: Sequence[Row]) -> list[str]:
@@ -269,8 +272,8 @@ def _how_to_read(rows: Sequence[Row]) -> list[str]:
     lines = {
         "replay": [
             f"{kl}, in replay of the anchor.",
-            "Floor: the largest of batch size, batch composition and attention on the same hardware, engine and precision,",
-            "without the row's own axis.",
+            "Floor: the largest of batch size, batch composition and attention on the same hardware, engine and",
+            "precision, without the row's own axis.",
         ],
         "decode": [
             f"{kl}, in decode up to and including the first difference.",
