@@ -62,7 +62,7 @@ def table(
         lines = release.diff(release.read(folder / "tables" / diff), document)
         print_json(lines) if as_json else print(*lines or ["nothing changed"], sep="\n")
         return
-    where = release.write(document, folder / "tables")
+    where = release.write(document, folder / "tables", results=sorted((folder / "results").glob("*.json")))
     print_json({k: v for k, v in document.items() if k != "shards"}) if as_json else print(
         (where / "delta_table.md").read_text(encoding="utf-8"), where, sep="\n"
     )

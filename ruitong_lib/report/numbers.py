@@ -10,7 +10,7 @@ file; it is reviewed like code.
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ def agrees(token: str, value: float) -> bool:
     return abs(Decimal(repr(float(value))) - printed) <= step / 2
 
 
-def _matches(token: str, source: str, known: Mapping[str, float]) -> bool:
+def matches(token: str, source: str, known: Mapping[str, float]) -> bool:
+    """Whether a printed number is what its source rounds to; ``*100`` after a key is for percent."""
     if source == FIXED:
         return True
     scale = _SCALE.search(source)
@@ -126,11 +127,11 @@ def check(folder: Path, *, site: Path | None = None, lock: Path = LOCK, update: 
     ]
     wrong += [f"{lock.name} lists {name}, which is not there" for name in held if name not in texts]
     for name in (n for n in texts if n in held):
-        wrong += _differences(name, texts[name], held[name])
+        wrong += difference(name, texts[name], held[name])
         wrong += [
             f"{name}: {number} is not what {source} rounds to ({known.get(source.split('*')[0], 'not in the release')})"
             for number, source in held[name]
-            if not _matches(number, source, known)
+            if not matches(number, source, known)
         ]
     if site is not None and (site / "index.html").is_file():
         from ruitong_lib.report.site import stale
@@ -139,17 +140,15 @@ def check(folder: Path, *, site: Path | None = None, lock: Path = LOCK, update: 
     return wrong
 
 
-def _differences(name: str, text: str, held: list[tuple[str, str]]) -> list[str]:
-    found, wanted = numbers(text), [n for n, _ in held]
-    spans = [m.span() for m in _NUMBER.finditer(text)]
-    out = []
-    for kind, i, j, a, b in difflib.SequenceMatcher(None, wanted, found, autojunk=False).get_opcodes():
-        if kind != "equal":
-            at = spans[min(a, len(spans) - 1)][0] if spans else 0
-            around = " ".join(text[max(0, at - 40) : at + 40].split())
-            now, was = (" ".join(x) or "nothing" for x in (found[a:b], wanted[i:j]))
-            out.append(f"{name}: {now} where {was} was (…{around}…)")
-    return out
+def difference(name: str, text: str, held: Sequence[tuple[str, str]]) -> list[str]:
+    """Return where a document's numbers first part from the list, in words; empty where they are the same."""
+    found = list(_NUMBER.finditer(text))
+    for i, m in enumerate(found):
+        was = held[i][0] if i < len(held) else "nothing"
+        if m.group(0) != was:
+            around = " ".join(text[max(0, m.start() - 40) : m.end() + 40].split())
+            return [f"{name}: {m.group(0)} where {was} was (…{around}…)"]
+    return [f"{name}: {held[len(found)][0]} is gone"] if len(held) > len(found) else []
 
 
 def _updated(found: list[str], held: list[tuple[str, str]], known: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -158,11 +157,11 @@ def _updated(found: list[str], held: list[tuple[str, str]], known: Mapping[str, 
     matcher = difflib.SequenceMatcher(None, [n for n, _ in held], found, autojunk=False)
     for kind, i, j, a, b in matcher.get_opcodes():
         if kind == "equal":
-            out += [h if _matches(*h, known) else (h[0], _source(h[0], known)) for h in held[i:j]]
+            out += [h if matches(*h, known) else (h[0], _source(h[0], known)) for h in held[i:j]]
             continue
         old = held[i:j] if j - i == b - a else [("", "")] * (b - a)
         out += [
-            (n, s if s != FIXED and s and _matches(n, s, known) else _source(n, known))
+            (n, s if s != FIXED and s and matches(n, s, known) else _source(n, known))
             for n, (_, s) in zip(found[a:b], old, strict=True)
         ]
     return out

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,7 @@ def _pair_row(p: Pair, shards: Mapping[str, xr.Dataset], floor: Sequence[str], b
 
 def _over(r: Row, shards: Mapping[str, xr.Dataset]) -> Row:
     names = {s["cell"].values[0]: n for n, s in shards.items()}
-    sides = (names.get(r[s], r[s]) for s in ("reference", "candidate"))
+    sides = (str(names.get(r[s], r[s])) for s in ("reference", "candidate"))
     more = {"between": "each side and the finer cell, summed" if r["rung"] == "two roundings" else " and ".join(sides)}
     return {k: x for k, x in r.items() if k != "ratio"} | more | {f"ratio_{k}": x for k, x in r["ratio"].items()}
 
@@ -195,10 +196,16 @@ def shard_facts(ds: xr.Dataset, label: str) -> Row:
     }
 
 
-def write(document: Row, folder: Path) -> Path:
-    """Write a release to ``folder/<version>`` and return that folder."""
+def write(document: Row, folder: Path, *, results: Sequence[Path] = ()) -> Path:
+    """Write a release to ``folder/<version>`` and return that folder.
+
+    ``results`` are JSON files of other commands (a calibration, the re-analysis of the published runs) whose numbers the
+    documents cite; they become part of the release.
+    """
     folder = folder / document["version"]
     folder.mkdir(parents=True, exist_ok=True)
+    for path in results:
+        shutil.copyfile(path, folder / path.name)
     rows = [r for r in document["rows"] if r["status"] == "collected"]
     texts = {
         "delta_table.md": to_markdown(document),

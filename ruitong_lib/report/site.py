@@ -43,7 +43,7 @@ def build(folder: Path, out: Path) -> list[Path]:
     """
     work = Path(tempfile.mkdtemp(prefix=".site-", dir=out.parent))
     try:
-        for name, text in _pages(folder).items():
+        for name, text in pages(folder).items():
             (work / name).write_text(text, encoding="utf-8")
         (work / "data").mkdir()
         for name in FILES:
@@ -58,7 +58,11 @@ def build(folder: Path, out: Path) -> list[Path]:
 
 def stale(site: Path, folder: Path) -> list[str]:
     """Return what of a built site is not what the release makes now: a changed digit anywhere is found."""
-    wanted = _pages(folder) | {f"data/{n}": (folder / n).read_text(encoding="utf-8") for n in FILES}
+    return differences(site, pages(folder) | {f"data/{n}": (folder / n).read_text(encoding="utf-8") for n in FILES})
+
+
+def differences(site: Path, wanted: Mapping[str, str]) -> list[str]:
+    """Return which files of a site are not the texts wanted."""
     found = {n: (site / n).read_text(encoding="utf-8") if (site / n).is_file() else "" for n in wanted}
     return [
         f"site/{n} is not what the release makes: build it again (ruitong site)"
@@ -67,7 +71,8 @@ def stale(site: Path, folder: Path) -> list[str]:
     ]
 
 
-def _pages(folder: Path) -> dict[str, str]:
+def pages(folder: Path) -> dict[str, str]:
+    """Return each page of the site of a release: name → HTML."""
     import jinja2
     from markdown_it import MarkdownIt
     from markupsafe import Markup
@@ -213,7 +218,7 @@ def _dots(points: Sequence[Row], *, marks: Mapping[str, float], label: str) -> A
 
     ends = [x for p in points for x in (p["value"], p.get("lo"), p.get("hi")) if x] + list(marks.values())
     low, high = math.floor(math.log10(min(ends) * 0.8)), math.ceil(math.log10(max(ends) * 1.25))
-    width, left, step, top = 420, 12, 36, 18
+    width, left, step, top = 470, 18, 36, 18
 
     def x(value: float) -> float:
         share = (math.log10(value) - low) / (high - low)
@@ -225,10 +230,10 @@ def _dots(points: Sequence[Row], *, marks: Mapping[str, float], label: str) -> A
         at = x(10.0**exponent)
         parts.append(f'<line x1="{at}" x2="{at}" y1="{top}" y2="{bottom}" stroke="var(--line)"/>')
         parts.append(f'<text x="{at}" y="{bottom + 16}" text-anchor="middle">{10.0**exponent:g}</text>')
-    for name, value in marks.items():
+    for anchor, (name, value) in zip(("end", "start"), marks.items(), strict=False):
         at = x(value)
         line = f'<line x1="{at}" x2="{at}" y1="{top}" y2="{bottom}" stroke="currentColor" stroke-dasharray="4 3"/>'
-        parts += [line, f'<text x="{at}" y="{top - 5}" text-anchor="middle">{escape(name)}</text>']
+        parts += [line, f'<text x="{at}" y="{top - 5}" text-anchor="{anchor}">{escape(name)}</text>']
     said = []
     for i, p in enumerate(points):
         y = top + step * i + 25
