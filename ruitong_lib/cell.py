@@ -37,6 +37,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 # Where things are, not what is computed: in no content key and no manifest. (The anchor has its own hash.)
 NOT_NUMBERS = ("outputs", "overwrite", "anchor", "base_url", "api_key_env")
+# What a server decides by itself; nobody outside can see it, so a cell of engine 'endpoint' leaves it at the default.
+SERVERS_OWN = ("checkpoint", "attention", "onednn_isa", "deterministic", "max_memory", "threads")
 DEVICES = ("auto", "cpu", "cuda", "rocm", "npu", "xpu", "mps")
 RANGES: dict[str, tuple[int, int]] = {
     "batch_size": (1, 65_536),
@@ -61,15 +63,16 @@ class Cell:
 
     model: str = "smollm2-135m"  #: hub id, local folder, or smollm2-135m (embedded, needs no download)
     revision: str = ""  #: hub revision; empty is the default branch
+    checkpoint: str = ""  #: w8a8: a checkpoint of `model` that was quantised elsewhere; empty: quantised here
     engine: str = "transformers"  #: transformers, or endpoint: a server that speaks the OpenAI protocol
-    device: str = "cpu"  #: auto, cpu, cuda, rocm, npu, xpu, mps; with an index: npu:1
+    device: str = "cpu"  #: auto, cpu, cuda, rocm, npu, xpu, mps; with an index: npu:1 (endpoint: not used)
     precision: str = "bf16"  #: fp64, fp32, tf32, bf16, fp16, fp8, w8a8
     batch_size: int = 1
     composition: int = 0  #: which prompts share a batch: 0 is the set's order, n a shuffle seeded with n
     attention: str = "sdpa"  #: sdpa, eager, flash_attention_2
     onednn_isa: str = ""  #: cap on the CPU's instruction set (AVX512_CORE); empty is none
     deterministic: bool = False  #: deterministic algorithms of torch and of the device's libraries
-    max_memory: str = ""  #: spread a large model: auto, or 0=40GiB,cpu=60GiB; empty is one device
+    max_memory: str = ""  #: spread a large model: auto, or 0=40GiB,cpu=60GiB,disk=200GiB; empty is one device
     threads: int = 0  #: CPU threads; 0 is one a core
     seed: int = 0  #: torch.manual_seed; greedy decoding draws nothing, a stochastic layer would
     repeat: int = 0  #: number of the rerun
@@ -82,7 +85,7 @@ class Cell:
     base_url: str = ""  #: endpoint: the server's address, e.g. http://127.0.0.1:8000/v1
     served_model: str = ""  #: endpoint: the server's own name of the model; empty is `model`
     api_key_env: str = ""  #: endpoint: the environment variable that holds the key; empty sends none
-    hardware: str = ""  #: endpoint: what the server runs on (ruitong doctor prints a machine's label)
+    hardware: str = ""  #: endpoint: what the server runs on: here, or the label that ruitong doctor prints there
     outputs: str = ""  #: folder for generated files; empty is the repository's outputs/
     overwrite: bool = False  #: collect again although the shard is there
 
@@ -90,8 +93,9 @@ class Cell:
         """Check every field before anything is loaded."""
         check_types(dataclasses.asdict(self))
         # A grid runs its cells in another folder, so a path that is here is kept whole.
-        if Path(self.model).is_dir():
-            object.__setattr__(self, "model", str(Path(self.model).resolve()))
+        for name in ("model", "checkpoint"):
+            if (value := getattr(self, name)) and Path(value).is_dir():
+                object.__setattr__(self, name, str(Path(value).resolve()))
         if self.prompts.partition("#")[0].endswith((".yml", ".yaml", ".jsonl")):
             file, sign, subset = self.prompts.partition("#")
             object.__setattr__(self, "prompts", f"{found(file).resolve()}{sign}{subset}")
@@ -115,6 +119,19 @@ class Cell:
                 f"composition={self.composition} shuffles which prompts share a batch; with batch_size=1 none do. "
                 "Set batch_size above 1, or composition to 0"
             )
+        if self.checkpoint and self.precision != "w8a8":
+            raise RuitongError(
+                f"checkpoint={self.checkpoint!r} is for precision='w8a8' (weights quantised elsewhere), got "
+                f"precision={self.precision!r}; leave it empty, or ask for w8a8"
+            )
+        limits = memory_limits(self.max_memory, self.device)
+        if limits is not None and self.precision in {"w8a8", "fp8"} and not self.checkpoint:
+            raise RuitongError(
+                f"max_memory={self.max_memory!r} cannot be used with precision={self.precision!r}: the weights are "
+                "quantised in the memory of one machine, before they are spread. Give a quantised checkpoint, or leave "
+                "max_memory empty"
+            )
+        self._check_endpoint()
         if not self.anchor and self.scoring == "replay":
             raise RuitongError(
                 "scoring='replay' needs a text to replay: pass anchor (the .nc file of the anchor cell), "
@@ -122,6 +139,38 @@ class Cell:
             )
         if self.anchor and self.scoring == "decode":
             raise RuitongError("scoring='decode' replays nothing: leave anchor empty, or use scoring='both'")
+
+    def _check_endpoint(self) -> None:
+        if self.engine != "endpoint":
+            for name in ("base_url", "served_model", "api_key_env", "hardware"):
+                if getattr(self, name):
+                    raise RuitongError(f"{name} is for engine='endpoint', got engine={self.engine!r}; leave it empty")
+            return
+        if not self.base_url:
+            raise RuitongError("engine='endpoint' needs base_url, the server's address: http://127.0.0.1:8000/v1")
+        if self.hardware == "here":  # so that a grid can be written once for every machine
+            from ruitong_lib.collect.devices import hardware
+
+            object.__setattr__(self, "hardware", hardware(self.device))
+        if not self.hardware.strip():
+            raise RuitongError(
+                "engine='endpoint' needs hardware: what the server runs on, in your own words; 'here' for this "
+                "machine's device. Next to a transformers cell of another machine, use the label that `ruitong doctor` "
+                "prints there"
+            )
+        if self.api_key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", self.api_key_env):
+            # Not shown: people put the key itself here.
+            raise RuitongError(
+                "api_key_env must be the name of an environment variable, such as RUITONG_API_KEY: letters, digits and "
+                "_. If you gave the key itself, it is in your notebook or grid file now: take it out"
+            )
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in SERVERS_OWN:
+            if getattr(self, name) != defaults[name]:
+                raise RuitongError(
+                    f"{name}={getattr(self, name)!r} cannot be set on a server from outside: start the server with it, "
+                    f"and leave {name} at {defaults[name]!r} here"
+                )
 
     def key(self, *, hardware: str, anchor: str) -> str:
         """Return the content key: SHA-256 over everything that changes numbers.
@@ -136,8 +185,14 @@ class Cell:
         fields = dataclasses.asdict(self)
         for name in NOT_NUMBERS:
             del fields[name]
-        packages = ["torch", "transformers", *(["torchao"] if self.precision == "w8a8" else [])]
-        if self.device.partition(":")[0] == "cpu":
+        packages = ["torch", "transformers"]
+        if self.engine == "endpoint":  # what computes is the server; its version is asked for, not known beforehand
+            packages = []
+            for name in ("device", *SERVERS_OWN):
+                del fields[name]
+        elif self.precision in {"w8a8", "fp8"}:
+            packages.append("compressed-tensors" if self.checkpoint else "torchao")
+        if self.engine != "endpoint" and self.device.partition(":")[0] == "cpu":
             from ruitong_lib.collect.devices import cores
 
             fields["threads"] = self.threads or cores()  # one a core is another number on another machine
@@ -145,12 +200,18 @@ class Cell:
             **fields,
             "prompts": load_prompts(self.prompts).sha256,
             "model": _model_identity(self.model),
+            "checkpoint": _model_identity(self.checkpoint) if self.checkpoint else "",
             "hardware": hardware,
             "anchor": anchor,
             "collect_version": COLLECT_VERSION,
             "packages": {p: _version(p) for p in packages},
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the fields for a manifest; of a path on this machine the last part, which its hash identifies."""
+        fields = {n: v for n, v in dataclasses.asdict(self).items() if n not in NOT_NUMBERS}
+        return {n: Path(v).name if isinstance(v, str) and Path(v).is_absolute() else v for n, v in fields.items()}
 
     def label(self, *, hardware: str, anchor: str) -> str:
         """Return the cell's label, e.g. ``qwen3-8b.a100.bf16.b1.1f3a90c2``: a file name on every system."""
@@ -172,6 +233,65 @@ def _model_identity(model: str) -> Any:
         return model
     files = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".json", ".jinja", ".model"})
     return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+
+
+_BYTES = {f"{prefix}{unit}": base**i for unit, base in (("B", 1000), ("iB", 1024)) for i, prefix in enumerate("KMGT", 1)}
+
+
+def memory_limits(text: str, device: str = "auto") -> dict[int | str, int] | None:
+    """Parse ``max_memory``: bytes a device, e.g. ``0=40GiB,cpu=60GiB``.
+
+    Parameters
+    ----------
+    text
+        Empty, ``auto``, or parts ``name=size``: an index of ``device``'s kind, ``cpu`` or ``disk``; units KB to TB
+        (powers of 1000) and KiB to TiB (powers of 1024).
+    device
+        The cell's device; ``cpu`` and ``mps`` have no index.
+
+    Returns
+    -------
+    Device → bytes; ``{}`` for ``auto``; None for one device.
+
+    Raises
+    ------
+    RuitongError
+        For a part that cannot be read, an unknown device or unit, a device given twice, or a size of 0.
+    """
+    if not text:
+        return None
+    kind, _, index = device.partition(":")
+    if index:
+        raise RuitongError(
+            f"max_memory={text!r} spreads the model over devices, but device={device!r} asks for one; leave the index "
+            f"out (device={kind!r}) and name it in max_memory ({index}=40GiB)"
+        )
+    limits: dict[int | str, int] = {}
+    for part in [] if text == "auto" else text.split(","):
+        found = re.fullmatch(r"\s*([A-Za-z0-9]+)\s*=\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", part)
+        if found is None:
+            raise RuitongError(
+                f"max_memory must be empty (one device), 'auto', or limits such as '0=40GiB,cpu=60GiB', got {part!r}"
+                + ("" if part == text else f" in {text!r}")
+            )
+        name, size, unit = found.groups()
+        if unit not in _BYTES:
+            close = did_you_mean(unit, _BYTES)
+            raise RuitongError(f"max_memory: unknown unit {unit!r} in {part!r}.{close} Known are: {', '.join(_BYTES)}")
+        if name not in {"cpu", "disk"} and not name.isdecimal():
+            raise RuitongError(
+                f"max_memory: unknown device {name!r} in {part!r}. Known are: cpu, disk, and the index of a device of "
+                "the cell's kind (0, 1, …)"
+            )
+        if name.isdecimal() and kind in {"cpu", "mps"}:
+            raise RuitongError(f"max_memory: device {kind!r} has no index, got {part!r}; name cpu and disk alone")
+        key = int(name) if name.isdecimal() else name
+        if key in limits:
+            raise RuitongError(f"max_memory: {name!r} is given twice in {text!r}")
+        limits[key] = int(float(size) * _BYTES[unit])
+        if limits[key] < 1:
+            raise RuitongError(f"max_memory: {part!r} is no memory at all; leave {name!r} out")
+    return limits
 
 
 def slug(text: str) -> str:
@@ -198,6 +318,24 @@ def check_types(values: Mapping[str, Any]) -> None:
             hint = "; papermill takes text with -r" if wanted is str else ""
             hint = "; papermill takes True and False, with a capital" if wanted is bool else hint
             raise RuitongError(f"{name} must be {shown}, got {value!r} ({type(value).__name__}){hint}")
+
+
+def from_text(given: Sequence[str]) -> dict[str, Any]:
+    """Return parameters from a command line's ``name=value``, each in its own type.
+
+    Raises
+    ------
+    RuitongError
+        For a part without ``=``, an unknown name or a value of another type.
+    """
+    wanted, found = {f.name: f.type for f in dataclasses.fields(Cell)}, {}
+    for part in given:
+        name, sign, value = part.partition("=")
+        if not sign:
+            raise RuitongError(f"--set takes name=value, got {part!r}; e.g. --set max_new_tokens=64")
+        found[name] = value if wanted.get(name) is str else yaml.safe_load(value)
+    check_types(found)
+    return found
 
 
 def parameters(namespace: Mapping[str, Any], known: Sequence[str] | None = None) -> dict[str, Any]:
@@ -252,21 +390,25 @@ class Grid(NamedTuple):
     name: str
     anchor: Cell
     reference: Cell
-    cells: tuple[Cell, ...]  # everything but the anchor, the reference among them; `anchor` still to be filled in
+    cells: tuple[Cell, ...]  # everything but anchor and oracle, the reference among them; `anchor` to be filled in
+    oracle: Cell | None = None  # what every cell is held against; runs last, because it is slow
+    anchor_file: str = ""  # a shard whose text is replayed; then the anchor is not collected
 
 
 def load_grid(path: str | Path, **overrides: Any) -> Grid:
     """Read and check a grid file.
 
     ``defaults`` holds for each cell; ``anchor`` and ``reference`` are patches over them; ``cells`` is a list of
-    patches, ``product`` a mapping from a field to its values, of which each combination becomes a cell.
+    patches, ``product`` a mapping from a field to its values, of which each combination becomes a cell. ``oracle`` is a
+    patch too: a replay in fp32 or fp64, on the CPU unless it names a device itself.
 
     Parameters
     ----------
     path
         A YAML file, as those in ``params/``.
     **overrides
-        Fields set in each cell, e.g. ``outputs``.
+        Fields set in each cell, e.g. ``outputs``. ``device`` and ``max_memory`` leave the oracle alone; ``anchor`` is
+        the shard to replay instead of collecting an anchor; another ``model`` is added to the grid's name.
 
     Raises
     ------
@@ -278,7 +420,7 @@ def load_grid(path: str | Path, **overrides: Any) -> Grid:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise RuitongError(f"cannot read the grid {path}: {e}") from e
-    known = ("name", "description", "defaults", "anchor", "reference", "cells", "product")
+    known = ("name", "description", "defaults", "anchor", "reference", "cells", "product", "oracle")
     if not isinstance(document, dict):
         raise RuitongError(f"{path} must be a mapping with the keys {', '.join(known)}")
     for key in document:
@@ -290,6 +432,12 @@ def load_grid(path: str | Path, **overrides: Any) -> Grid:
         if not isinstance(document.get(key) or kind(), kind):
             raise RuitongError(f"{path}: {key} must be {what}, got {document[key]!r}")
     defaults = document.get("defaults") or {}
+    other_model = overrides.get("model", defaults.get("model")) != defaults.get("model")
+    anchor_file = str(overrides.pop("anchor", ""))
+    if anchor_file:
+        anchor_file = str(found(anchor_file).resolve())
+        if not Path(anchor_file).is_file():
+            raise RuitongError(f"the anchor {anchor_file} is no file; give the .nc shard whose text is to be replayed")
 
     def cell(patch: Any, what: str, **more: Any) -> Cell:
         if not isinstance(patch, dict):
@@ -318,7 +466,19 @@ def load_grid(path: str | Path, **overrides: Any) -> Grid:
     for i, c in enumerate(cells):
         if c in cells[:i]:
             raise RuitongError(f"{path}: {patches[i][1]} is the same as {patches[cells.index(c)][1]}; remove one")
-    return Grid(str(document.get("name", path.stem)), anchor, cells[0], tuple(cells))
+    oracle = None
+    if "oracle" in document:
+        for name in ("device", "max_memory"):
+            overrides.pop(name, None)
+        patch = document["oracle"]
+        where = {"device": "cpu", "max_memory": "", **patch} if isinstance(patch, dict) else patch
+        oracle = cell(where, "oracle", scoring="replay", anchor="anchor")
+        if oracle.precision not in ("fp32", "fp64"):
+            raise RuitongError(f"{path}: oracle: precision must be fp32 or fp64, got {oracle.precision!r}")
+        if oracle in cells:
+            raise RuitongError(f"{path}: oracle is the same as {patches[cells.index(oracle)][1]}; remove that one")
+    name = str(document.get("name", path.stem)) + (f".{slug(anchor.model.split('/')[-1])}" if other_model else "")
+    return Grid(name, anchor, cells[0], tuple(cells), oracle, anchor_file)
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A shard holds one cell (dimension ``cell`` of length 1), an aggregate holds many; both have the schema below and
 one validator. Dimensions: ``cell``, ``scoring`` ("decode", "replay"), ``prompt``, ``position`` (0 is the first
-token after the prompt) and ``k`` (0 is the best alternative). Hashes are taken of arrays, never of files.
+token after the prompt) and ``k`` (0 is the best alternative); a mixture of experts has ``moe_layer`` (number of the
+decoder layer) and ``slot`` (place among the experts chosen, in no order). Hashes are taken of arrays, never of files.
 """
 
 import hashlib
@@ -20,8 +21,12 @@ from ruitong_lib.errors import RuitongError
 SCHEMA_VERSION = 1
 SCORINGS = ("decode", "replay")
 FINISH = ("eos", "length", "not_applicable")
-STATES = ("ok", "missing", "nan_logits", "masked", "degenerate")
-POSITION_STATES = ("ok", "masked", "censored", "short", "nan")
+# The numbers are stored: new names go to the end. What each means is in collect/sanity.py and METHOD.
+STATES = (
+    "ok", "missing", "nan_logits", "masked", "degenerate", "no_logprobs", "empty", "failed", "wrong_length",
+    "impossible", "collapsed", "renormalised", "processed", "not_greedy", "cut_off",
+)  # fmt: skip
+POSITION_STATES = ("ok", "masked", "censored", "short", "nan", "impossible", "byte_run", "ambiguous")
 
 
 class Variable(NamedTuple):
@@ -78,6 +83,15 @@ VARIABLES: tuple[Variable, ...] = (
         "alternatives as text, only where the source has no ids",
         required=False,
     ),
+    Variable(
+        "expert_id",
+        (*_CPSP, "moe_layer", "slot"),
+        "int16",
+        -1,
+        "1",
+        "experts that the router chose, only for a mixture of experts",
+        required=False,
+    ),
     Variable("provenance", ("cell",), "str", "", "", "everything else about the run, as JSON"),
 )
 TABLE = {v.name: v for v in VARIABLES}
@@ -94,6 +108,7 @@ CELL_COORDS: dict[str, str] = {
     "composition": "int32",
     "attention": "str",
     "onednn_isa": "str",
+    "deterministic": "bool",
     "threads": "int32",
     "seed": "int64",
     "repeat": "int32",
@@ -116,6 +131,7 @@ def new_shard(
     n_positions: int,
     k: int,
     text_tokens: bool = False,
+    moe: tuple[Sequence[int], int] = ((), 0),
 ) -> xr.Dataset:
     """Build an empty shard: every variable at its padding value.
 
@@ -131,6 +147,8 @@ def new_shard(
         Lengths of the dimensions ``position`` and ``k``.
     text_tokens
         Add ``token_text`` and ``top_token_text``, for sources that give no ids.
+    moe
+        Add ``expert_id``: the numbers of the layers that route, and how many experts each token gets.
 
     Returns
     -------
@@ -149,8 +167,12 @@ def new_shard(
         },
         attrs={"title": "Ruitong shard", "schema_version": SCHEMA_VERSION, "Conventions": "CF-1.11"},
     )
+    if moe[1]:
+        layers, slots = moe
+        ds = ds.assign_coords(moe_layer=np.asarray(layers, np.int32), slot=np.arange(slots, dtype=np.int32))
+        sizes |= {"moe_layer": len(layers), "slot": slots}
     for v in VARIABLES:
-        if v.required or text_tokens:
+        if v.required or (moe[1] if v.name == "expert_id" else text_tokens):
             dtype = object if v.dtype == "str" else v.dtype
             ds[v.name] = (v.dims, np.full([sizes[d] for d in v.dims], v.fill, dtype=dtype), _attrs(v))
     return ds
@@ -306,11 +328,15 @@ def combine(shards: Iterable[xr.Dataset]) -> xr.Dataset:
     if len(set(labels)) < len(labels):
         twice = next(c for c in labels if labels.count(c) > 1)
         raise SchemaError(f"duplicate cell {twice!r}: the same cell was given twice")
-    if any("token_text" in p for p in parts):
-        for p in parts:
-            for v in VARIABLES:
+    # A variable that some shards have is padding in the others; a dense model has no layer that routes.
+    for v in VARIABLES:
+        if not v.required and any(v.name in p for p in parts):
+            dtype = object if v.dtype == "str" else v.dtype
+            for p in parts:
                 if v.name not in p:
-                    p[v.name] = (v.dims, np.full([p.sizes[d] for d in v.dims], v.fill, dtype=object), _attrs(v))
+                    for d in {"moe_layer", "slot"}.intersection(v.dims):
+                        p.coords[d] = np.empty(0, np.int32)
+                    p[v.name] = (v.dims, np.full([p.sizes[d] for d in v.dims], v.fill, dtype=dtype), _attrs(v))
     # Category and language are filled with NaN, which conflicts with nothing; each prompt has them from some shard.
     fill = {v.name: v.fill for v in VARIABLES}
     try:

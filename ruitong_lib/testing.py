@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from ruitong_lib import schema
 from ruitong_lib.errors import RuitongError, did_you_mean
-from ruitong_lib.prompts import ids_sha256
+from ruitong_lib.prompts import ids_sha256, load_prompts, render
 
-FAMILIES = ("qwen3", "llama", "deepseek_v3")
+FAMILIES = ("qwen3", "llama", "deepseek_v2", "deepseek_v3", "qwen3_moe")
+MIXTURES = ("deepseek_v2", "deepseek_v3", "qwen3_moe")  # those whose layers route tokens to experts
 DEFAULTS: dict[str, Any] = {
     "model": "synthetic", "revision": "", "engine": "synthetic", "device": "cpu", "hardware": "card-a",
-    "precision": "bf16", "batch_size": 1, "composition": 0, "attention": "sdpa", "onednn_isa": "", "threads": 1,
-    "seed": 0, "repeat": 0, "prompts": "synthetic",
+    "precision": "bf16", "batch_size": 1, "composition": 0, "attention": "sdpa", "onednn_isa": "",
+    "deterministic": False, "threads": 1, "seed": 0, "repeat": 0, "prompts": "synthetic",
 }  # fmt: skip
 _BASE, _AFTER, _NOISE, _PHASE = range(4)  # streams of random numbers, so that one more cell changes no other
 
@@ -54,6 +55,7 @@ def synthetic_shards(
     spread: float = 0.7,
     decode: bool = True,
     phase: float = 0.0,
+    experts: tuple[int, int, int] | None = None,
     seed: int = 0,
 ) -> Synthetic:
     """Make shards whose every distribution is known: one base, and each cell is the base with noise on its logits.
@@ -73,6 +75,9 @@ def synthetic_shards(
         Standard deviation of the logarithm of each prompt's own noise scale: prompts are clusters.
     decode, phase
         Fill the scoring "decode" too, with this extra noise, as a KV cache would add it.
+    experts
+        A mixture's layers, experts chosen a layer, and experts in all: layer l chooses the likeliest of the
+        tokens l · experts to (l + 1) · experts − 1, so its routing moves with the noise.
     seed
         Seed of everything.
 
@@ -103,11 +108,11 @@ def synthetic_shards(
         coords |= {name: v for name, v in fields.items() if name != "noise"}
         identity = json.dumps([coords, float(fields.get("noise", 0.0)), size, k, spread, phase, seed, i])
         label = f"synthetic.{coords['hardware']}.{coords['precision']}.b{coords['batch_size']}.{_hash(identity)[:8]}"
-        ds = _empty(coords, label, size, k, seed)
+        ds = _empty(coords, label, size, k, seed, experts)
         lp = _log_softmax(base + noise)
         token = anchor_ids[..., 0]
         valid = np.arange(n_positions) < n_tokens[:, None]
-        _fill(ds, "replay", lp, token, valid=valid, finish=schema.FINISH.index("not_applicable"))
+        _fill(ds, "replay", lp, token, valid=valid, finish=schema.FINISH.index("not_applicable"), experts=experts)
         ds["anchor_token_id"].values[0] = np.where(valid[..., None], anchor_ids, -1)
         ds["anchor_logprob"].values[0] = np.where(valid[..., None], np.take_along_axis(lp, anchor_ids, -1), np.nan)
         ds["anchor_tail_logprob"].values[0] = np.where(valid, _tail(lp, anchor_ids), np.nan)
@@ -118,7 +123,8 @@ def synthetic_shards(
             ended = best == vocab - 1
             last = np.where(ended.any(1), ended.argmax(1), n_positions - 1)
             finish = np.where(ended.any(1), *map(schema.FINISH.index, ("eos", "length")))
-            _fill(ds, "decode", own, best, valid=np.arange(n_positions) <= last[:, None], finish=finish)
+            inside = np.arange(n_positions) <= last[:, None]
+            _fill(ds, "decode", own, best, valid=inside, finish=finish, experts=experts)
             ds["text"].values[0] = [" ".join(f"t{x}" for x in r[: n + 1]) for r, n in zip(best, last, strict=True)]
         shards.append(schema.validate(ds, where=label))
         log_probs.append(lp)
@@ -168,12 +174,20 @@ def _tail(lp: NDArray[np.float64], ids: NDArray[np.int64]) -> NDArray[np.float64
     return np.asarray(np.log(rest.sum(-1)))
 
 
-def _empty(coords: Mapping[str, Any], label: str, size: tuple[int, int, int], k: int, seed: int) -> xr.Dataset:
+def _empty(
+    coords: Mapping[str, Any],
+    label: str,
+    size: tuple[int, int, int],
+    k: int,
+    seed: int,
+    experts: tuple[int, int, int] | None,
+) -> xr.Dataset:
     n_prompts, n_positions, _ = size
     names = {"prompt": [f"p{i:04d}" for i in range(n_prompts)]}
     for name, values in (("category", ("list", "code", "open")), ("language", ("en", "zh", "ru", "es"))):
         names[name] = [values[i % len(values)] for i in range(n_prompts)]
-    ds = schema.new_shard(coords, label, names, n_positions=n_positions, k=k)
+    moe = (range(experts[0]), experts[1]) if experts else ((), 0)
+    ds = schema.new_shard(coords, label, names, n_positions=n_positions, k=k, moe=moe)
     prompts = [[*range(5 + i % 7), i] for i in range(n_prompts)]
     ds["prompt_sha256"].values[0] = [ids_sha256(p) for p in prompts]
     ds["n_prompt_tokens"].values[0] = [len(p) for p in prompts]
@@ -189,7 +203,7 @@ def _empty(coords: Mapping[str, Any], label: str, size: tuple[int, int, int], k:
     return ds
 
 
-def _fill(ds: xr.Dataset, scoring: str, lp: Any, token: Any, *, valid: Any, finish: Any) -> None:
+def _fill(ds: xr.Dataset, scoring: str, lp: Any, token: Any, *, valid: Any, finish: Any, experts: Any) -> None:
     s, k = schema.SCORINGS.index(scoring), ds.sizes["k"]
     ids, best = _top(lp, k)
     for name, values, fill in (
@@ -205,6 +219,10 @@ def _fill(ds: xr.Dataset, scoring: str, lp: Any, token: Any, *, valid: Any, fini
     ds["n_tokens"].values[0, s] = valid.sum(1)
     ds["finish_reason"].values[0, s] = finish
     ds["state"].values[0, s] = schema.STATES.index("ok")
+    if experts:
+        layers, slots, n = experts
+        chosen = [_top(lp[..., i * n : (i + 1) * n], slots)[0] for i in range(layers)]
+        ds["expert_id"].values[0, s] = np.where(valid[..., None, None], np.stack(chosen, axis=-2), -1)
 
 
 _SENTENCES = (
@@ -240,7 +258,8 @@ def tiny_model(
     Parameters
     ----------
     family
-        "qwen3", "llama", or "deepseek_v3" (latent attention and a mixture of eight experts).
+        "qwen3", "llama", "qwen3_moe", "deepseek_v2" or "deepseek_v3" (latent attention); the last three are mixtures
+        of eight experts, two of them chosen.
     folder
         Where to; made when missing.
     seed
@@ -264,11 +283,18 @@ def tiny_model(
         "max_position_embeddings": 4096, "tie_word_embeddings": False,
         **{f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")},
     }  # fmt: skip
-    sizes |= {"head_dim": 16} if family != "deepseek_v3" else {
-        "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2,
-        "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": hidden_size // 2, "kv_lora_rank": 16,
-        "q_lora_rank": hidden_size // 2, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    }  # fmt: skip
+    if not family.startswith("deepseek"):
+        sizes["head_dim"] = 16
+    if family in MIXTURES:
+        sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 8, "norm_topk_prob": True}
+    if family.startswith("deepseek"):
+        sizes |= {
+            "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+            "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": hidden_size // 2, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16, "v_head_dim": 16,
+        }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.float32)
@@ -297,3 +323,45 @@ def _tokenizer(vocab_size: int, *, chat_template: bool) -> Any:
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="<|im_end|>",
         chat_template=_TEMPLATE if chat_template else None,
     )  # fmt: skip
+
+
+def exact_kl(
+    shard: xr.Dataset, folder: str | Path, prompts: str, precisions: tuple[str, str] = ("fp32", "bf16")
+) -> NDArray[np.float64]:
+    """Return the KL over the full vocabulary between two precisions of a model, along the text that a shard replayed.
+
+    Each side is a plain forward pass in that dtype, one prompt at a time; float64 from the logits on.
+
+    Parameters
+    ----------
+    shard
+        A shard (cell: 1) with a replay: its tokens are the text.
+    folder
+        The model.
+    prompts
+        The shard's prompt set.
+    precisions
+        Names of dtypes as a cell has them (no w8a8, no fp8).
+
+    Returns
+    -------
+    (prompt, position) in nat, mean of both directions; NaN in the padding.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ruitong_lib.collect.precision import load_dtype
+
+    rows = render(load_prompts(prompts).prompts, AutoTokenizer.from_pretrained(folder))
+    sides = [AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype(p)).eval() for p in precisions]
+    replayed = shard.isel(cell=0).sel(scoring="replay")
+    out = np.full((len(rows), shard.sizes["position"]), np.nan)
+    for i, ids in enumerate(rows):
+        n = int(replayed["n_tokens"][i])
+        text = torch.tensor([ids + replayed["token_id"].values[i, : n - 1].tolist()])
+        with torch.inference_mode():
+            hidden = [m.get_decoder()(input_ids=text, use_cache=False).last_hidden_state for m in sides]
+            heads = zip(sides, hidden, strict=True)
+            p, q = (m.get_output_embeddings()(h[0, len(ids) - 1 :]).double().log_softmax(-1) for m, h in heads)
+        out[i, :n] = (((p.exp() - q.exp()) * (p - q)).sum(-1) / 2).numpy()
+    return out

@@ -12,6 +12,7 @@ from ruitong_lib.paths import PARAMS
 
 FIELDS = [f.name for f in dataclasses.fields(Cell)]
 OK = {"scoring": "both"}
+SERVED = {"engine": "endpoint", "base_url": "http://127.0.0.1:8000/v1", "hardware": "NVIDIA H200"}
 
 
 def build(**values):
@@ -46,7 +47,8 @@ class TestChecks:
         for value in CHOICES[name]:
             if name == "scoring":
                 continue
-            assert getattr(build(**{name: value}), name) == value
+            more = SERVED if value == "endpoint" else {}
+            assert getattr(build(**{**more, name: value}), name) == value
         with pytest.raises(RuitongError, match=f"{name} must be one of '.*got 'nonsense'"):
             build(**{name: "nonsense"})
 
@@ -114,6 +116,13 @@ def other(name):
         "composition": 7,
         "attention": "eager",
         "onednn_isa": "AVX2",
+        "deterministic": True,
+        "max_memory": "cpu=4GiB",
+        "checkpoint": "org/quantised",
+        "base_url": "http://127.0.0.1:9000/v1",
+        "served_model": "other",
+        "api_key_env": "RUITONG_API_KEY",
+        "hardware": "NVIDIA A100",
         "threads": 3,
         "seed": 3,
         "repeat": 3,
@@ -134,13 +143,18 @@ class TestKey:
 
     @pytest.mark.parametrize("name", [f for f in FIELDS if f not in {"engine", "anchor"}])
     def test_each_field_that_changes_numbers_changes_it(self, name):
-        changed = dataclasses.replace(self.BASE, **{name: other(name)})
-        same = changed.key(**self.WHERE) == self.BASE.key(**self.WHERE)
-        assert same == (name in {"outputs", "overwrite"})
+        base = self.BASE
+        if name in {"base_url", "served_model", "api_key_env", "hardware"}:
+            base = build(**SERVED)
+        if name == "checkpoint":
+            base = build(precision="w8a8")
+        changed = dataclasses.replace(base, **{name: other(name)})
+        same = changed.key(**self.WHERE) == base.key(**self.WHERE)
+        # an endpoint's hardware comes in as the argument, as every cell's does
+        assert same == (name in {"outputs", "overwrite", "base_url", "api_key_env", "hardware"})
 
-    def test_engine_has_one_choice_so_far(self):
-        # once there are two, `other` needs one and the test above covers it
-        assert CHOICES["engine"] == ("transformers",)
+    def test_engine_changes_it(self):
+        assert build(**SERVED).key(**self.WHERE) != build().key(**self.WHERE)
 
     def test_hardware_and_the_anchors_label_count_and_its_path_does_not(self):
         key = self.BASE.key(**self.WHERE)
@@ -185,6 +199,23 @@ class TestKey:
         key = c.key(**self.WHERE)
         os.utime(file, ns=(1, 1))
         assert c.key(**self.WHERE) != key
+
+
+class TestManifest:
+    def test_holds_no_path_of_this_machine(self, tmp_path):
+        (tmp_path / "p.jsonl").write_text('{"id": "a", "text": "Hello"}\n')
+        (tmp_path / "my model").mkdir()
+        c = build(model=str(tmp_path / "my model"), prompts=f"{tmp_path}/p.jsonl", outputs=str(tmp_path))
+        assert str(tmp_path) in c.model
+        assert str(tmp_path) in c.prompts
+        m = c.manifest()
+        assert (m["model"], m["prompts"], m["deterministic"]) == ("my model", "p.jsonl", False)
+        assert str(tmp_path) not in str(m)
+        assert set(m) == set(FIELDS) - set(module.NOT_NUMBERS)
+
+    def test_keeps_what_is_no_path(self):
+        m = build(model="Qwen/Qwen3-8B", device="npu:1", prompts="core-16").manifest()
+        assert (m["model"], m["device"], m["prompts"]) == ("Qwen/Qwen3-8B", "npu:1", "core-16")
 
 
 class TestLabel:

@@ -13,7 +13,12 @@ from ruitong_lib.cli import Json, Outputs, app, print_json
 def grid(
     file: Annotated[Path, typer.Argument(help="Grid file, e.g. params/demo.yml.")],
     outputs: Outputs = "",
-    dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
+    device: Annotated[str, typer.Option(help="Device of each cell but the oracle, e.g. cuda, rocm, npu, mps.")] = "",
+    anchor: Annotated[str, typer.Option(help="Shard whose text is replayed; by default the grid makes its own.")] = "",
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE of any parameter, in each cell; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Show what would run and where; load no model, run nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a grid of cells, each in its own kernel; what is there already is kept.
@@ -23,13 +28,20 @@ def grid(
     from tqdm import tqdm
 
     from ruitong_lib import grid as grids
-    from ruitong_lib.cell import load_grid
+    from ruitong_lib.cell import from_text, load_grid
 
-    loaded = load_grid(file, **({"outputs": str(Path(outputs).resolve())} if outputs else {}))
+    given = from_text(override or [])
+    given |= {k: v for k, v in (("device", device), ("anchor", anchor)) if v}
+    loaded = load_grid(file, **given, **({"outputs": str(Path(outputs).resolve())} if outputs else {}))
     if dry_run:
-        rows = [{"label": p.stem, "collected": p.is_file()} for _, p in grids.plan(loaded)]
-        lines = [f"{r['label']}{' (collected)' if r['collected'] else ''}" for r in rows]
-        print_json(rows) if as_json else print(*lines, sep="\n")
+        rows = grids.preview(loaded)
+        for r in [] if as_json else rows:
+            fields = " ".join(f"{k}={v}" for k, v in r["changes"].items())
+            print(f"{r['role']:9} {r['device']:6} {r['label']:60} {fields}{' (collected)' if r['collected'] else ''}")
+        if as_json:
+            print_json(rows)
+        elif rows[0]["missing"]:
+            print(f"\nNot here, so these have no labels yet: {rows[0]['missing']}", file=sys.stderr)
         return
     with tqdm(total=len(loaded.cells) + 1, unit="cell", disable=as_json, file=sys.stderr) as bar:
 
@@ -49,13 +61,13 @@ def grid(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what hardware and versions are here, what is missing, and what to do. Exit code 2 if nothing can run."""
-    from ruitong_lib.doctor import examine
+    from ruitong_lib.doctor import examine, report
 
     findings = examine()
     if as_json:
-        print_json([f._asdict() for f in findings])
+        print_json(report(findings))
     else:
         for f in findings:
-            print(f"{f.status:8} {f.what:24} {f.found}" + (f"\n{'':9}→ {f.do}" if f.do else ""))
+            print(f"{f.status:8} {f.what:24} {f.found}".rstrip() + (f"\n{'':9}→ {f.do}" if f.do else ""))
     if any(f.status == "missing" and f.needed for f in findings):
         raise typer.Exit(2)

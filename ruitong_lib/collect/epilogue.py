@@ -71,9 +71,9 @@ class Rows(NamedTuple):
 def score(logits: torch.Tensor, k: int, ids: torch.Tensor | None = None) -> Rows:
     """Score rows of raw logits.
 
-    The log-sum-exp is taken over the full vocabulary: exponentials and blocks of 128 in float32, the sum of the
-    blocks and the logarithm in float64 (float32 on devices without it). A logprob is a logit less that, within 1e-6
-    nat of a float64 log-softmax. The tail is summed with the named ids masked, never taken as 1 − Σp.
+    The log-sum-exp is taken over the full vocabulary: exponentials and blocks of 128 in float32 on the device, the sum
+    of the blocks and the logarithm in float64 on the CPU, since not every device has it. A logprob is a logit less
+    that, within 1e-6 nat of a float64 log-softmax. The tail is summed with the named ids masked, never taken as 1 − Σp.
 
     Parameters
     ----------
@@ -114,33 +114,31 @@ def _score(logits: torch.Tensor, k: int, ids: torch.Tensor | None, out: Rows, bu
                 whole[good] = part
         return
     rows, vocab = logits.shape
-    wide = torch.float32 if logits.device.type in {"mps", "npu"} else torch.float64
     shifted, e = (b[:rows] for b in buffers)
     torch.sub(logits, highest, out=shifted[:, :vocab])
     torch.exp(shifted, out=e)  # the padding is −inf, so it weighs nothing
-    log_z = _sum(e, wide).log()
+    log_z = _sum(e).log()
     top, top_ids = _top_k(shifted, k)
     out.top_token_id.copy_(top_ids)
-    out.top_logprob.copy_(top.to(wide) - log_z[:, None])
-    out.tail_logprob.copy_(_rest(e, top_ids, wide) - log_z)
+    out.top_logprob.copy_(top.cpu().double() - log_z[:, None])
+    out.tail_logprob.copy_(_rest(e, top_ids) - log_z)
     if ids is not None:
-        known = (ids >= 0).to(logits.device)
-        safe = ids.to(logits.device).long()
-        safe = torch.where(known, safe, safe[:, :1])  # a skipped id masks the row's first one again
-        out.logprob.copy_(torch.where(known, shifted.gather(1, safe).to(wide) - log_z[:, None], torch.nan))
-        out.rest_logprob.copy_(_rest(e, safe, wide) - log_z)
+        known = ids >= 0
+        safe = torch.where(known, ids, ids[:, :1]).long().to(logits.device)  # a skipped id masks the first one again
+        own = shifted.gather(1, safe).cpu().double() - log_z[:, None]
+        out.logprob.copy_(torch.where(known, own, torch.nan))
+        out.rest_logprob.copy_(_rest(e, safe) - log_z)
     shifted[:, :vocab].clamp_(min=-1e4)  # −inf × 0 would be NaN; such an entry has no mass
-    weighted = torch.linalg.vecdot(e[:, :vocab], shifted[:, :vocab]).to(wide)
+    weighted = torch.linalg.vecdot(e[:, :vocab], shifted[:, :vocab]).cpu().double()
     out.entropy.copy_(log_z - weighted / log_z.exp())
 
 
-def _sum(e: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    total: torch.Tensor = e.view(len(e), -1, _BLOCK).sum(-1).sum(-1, dtype=wide)
-    return total
+def _sum(e: torch.Tensor) -> torch.Tensor:
+    return e.view(len(e), -1, _BLOCK).sum(-1).cpu().double().sum(-1)
 
 
-def _rest(e: torch.Tensor, ids: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+def _rest(e: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     kept = e.gather(1, ids)
-    rest = _sum(e.scatter_(1, ids, 0.0), wide).log()
+    rest = _sum(e.scatter_(1, ids, 0.0)).log()
     e.scatter_(1, ids, kept)
     return rest
