@@ -15,8 +15,8 @@ import xarray as xr
 
 from ruitong_lib import paths, schema
 from ruitong_lib.cell import Cell, Grid
-from ruitong_lib.collect import finished, shard_path
-from ruitong_lib.errors import RuitongError
+from ruitong_lib.collect import finished, parts, shard_path
+from ruitong_lib.errors import DeviceUnavailableError, RuitongError
 
 log = logging.getLogger("ruitong")
 KERNEL_START_TRIES = 3
@@ -34,10 +34,44 @@ class Result:
 
 
 def plan(grid: Grid) -> list[tuple[Cell, Path]]:
-    """Return the cells in the order in which they run, each with its shard's path: the anchor first."""
-    anchor = shard_path(grid.anchor)
-    cells = [dataclasses.replace(c, anchor=str(anchor)) if c.anchor else c for c in grid.cells]
+    """Return the cells in the order in which they run, each with its shard's path: the anchor first, the oracle last.
+
+    Raises
+    ------
+    DeviceUnavailableError
+        Where a device is not here: a label names the hardware.
+    """
+    anchor = Path(grid.anchor_file) if grid.anchor_file else shard_path(grid.anchor)
+    cells = [dataclasses.replace(c, anchor=str(anchor)) if c.anchor else c for c in _cells(grid)]
     return [(grid.anchor, anchor), *[(c, shard_path(c)) for c in cells]]
+
+
+def _cells(grid: Grid) -> list[Cell]:
+    return [*grid.cells, *([grid.oracle] if grid.oracle else [])]
+
+
+def _roles(grid: Grid) -> list[str]:
+    return ["anchor", "reference", *["cell"] * (len(grid.cells) - 1), *(["oracle"] if grid.oracle else [])]
+
+
+def preview(grid: Grid) -> list[dict[str, Any]]:
+    """Return what would run and where, without a model: one row a cell, in the order of :func:`plan`.
+
+    A row has ``role`` (anchor, reference, cell, oracle), ``device``, ``changes`` (the fields that differ from the
+    reference), ``label``, ``collected`` and ``missing``. Where the device is not here, the label is empty, because it
+    names the hardware, and ``missing`` says why.
+    """
+    try:
+        labels, missing = [(p.stem, p.is_file()) for _, p in plan(grid)], ""
+    except DeviceUnavailableError as e:
+        labels, missing = [("", False)] * (1 + len(_cells(grid))), str(e)
+    base, rows = dataclasses.asdict(grid.reference), []
+    for role, cell, (label, collected) in zip(_roles(grid), [grid.anchor, *_cells(grid)], labels, strict=True):
+        own = {n: v for n, v in dataclasses.asdict(cell).items() if v != base[n] and n not in {"anchor", "scoring"}}
+        changes = own or {n: base[n] for n in ("precision", "batch_size", "attention")}
+        row: dict[str, Any] = {"role": role, "device": cell.device, "changes": changes, "label": label}
+        rows.append(row | {"collected": collected, "missing": missing})
+    return rows
 
 
 def run(grid: Grid, *, report: Callable[[Result, int, int], None] | None = None) -> list[Result]:
@@ -58,10 +92,14 @@ def run(grid: Grid, *, report: Callable[[Result, int, int], None] | None = None)
     remove_leftovers({p.parent for _, p in planned})
     results: list[Result] = []
     for cell, path in planned:
-        results.append(_run_one(cell, path, results[0] if results else None))
+        if not results and grid.anchor_file:
+            schema.load(path)  # a given anchor that cannot be read stops the grid before a model is loaded
+            results.append(Result(path.stem, path, "kept"))
+        else:
+            results.append(_run_one(cell, path, results[0] if results else None))
         if report is not None:
             report(results[-1], len(results), len(planned))
-    _write_status(grid, results, planned[0][0])
+    _write_status(grid, results)
     return results
 
 
@@ -142,6 +180,9 @@ def remove_leftovers(folders: set[Path]) -> None:
             found = re.fullmatch(r"\..*\.(\d+)\.tmp", file.name)
             if found and not _alive(int(found.group(1))):
                 file.unlink(missing_ok=True)
+        for part in folder.glob(".*.parts") if folder.is_dir() else ():
+            if part.with_name(f"{part.stem[1:]}.nc").is_file():  # killed between the shard and the tidying up
+                parts.remove(part)
 
 
 def _alive(pid: int) -> bool:
@@ -159,10 +200,13 @@ def status_path(grid: Grid) -> Path:
     return paths.outputs(grid.anchor.outputs) / "cells" / f"{grid.name}.grid.json"
 
 
-def _write_status(grid: Grid, results: list[Result], anchor: Cell) -> None:
+def _write_status(grid: Grid, results: list[Result]) -> None:
     path = status_path(grid)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {r.label: {"status": r.status, "seconds": r.seconds, "reason": r.reason} for r in results}
+    rows = {
+        r.label: {"role": role, "status": r.status, "seconds": r.seconds, "reason": r.reason}
+        for role, r in zip(_roles(grid), results, strict=True)
+    }
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     os.replace(temporary, path)
@@ -171,8 +215,10 @@ def _write_status(grid: Grid, results: list[Result], anchor: Cell) -> None:
 def aggregate(grid: Grid) -> xr.Dataset:
     """Combine the shards of a grid into one dataset.
 
-    ``attrs["reference"]`` is the label of the grid's reference cell and ``attrs["not_collected"]`` a JSON object from
-    the label of each missing cell to the reason, so that a table made from the dataset alone can show both.
+    ``attrs["reference"]`` is the label of the grid's reference cell, ``attrs["oracle"]`` that of its oracle where one
+    is collected, and ``attrs["not_collected"]`` a JSON object from the label of each missing cell to the reason, so
+    that a table made from the dataset alone can show all three. A grid that ran elsewhere, or with ``--device``, is not
+    found by the labels that this machine would give: then those count that ``ruitong grid`` recorded beside its shards.
 
     Raises
     ------
@@ -181,23 +227,40 @@ def aggregate(grid: Grid) -> xr.Dataset:
     """
     status = status_path(grid)
     known: dict[str, Any] = json.loads(status.read_text(encoding="utf-8")) if status.is_file() else {}
-    planned = plan(grid)
-    reference = planned[1][1].stem
-    shards, missing = [], {}
-    for cell, path in planned:
-        ds = finished(cell)
-        if ds is None:
-            missing[path.stem] = known.get(path.stem, {}).get("reason") or "planned"
-        else:
-            shards.append(ds)
-    for needed in (planned[0][1].stem, reference):
-        if needed in missing:
+    recorded = {label: row["role"] for label, row in known.items() if "role" in row}
+    try:
+        planned = plan(grid)
+        roles = {path.stem: role for role, (_, path) in zip(_roles(grid), planned, strict=True)}
+        found = {path.stem: finished(cell) for cell, path in planned[1:]}
+        anchor = schema.load(planned[0][1]) if grid.anchor_file else finished(grid.anchor)
+        found = {planned[0][1].stem: anchor, **found}
+    except DeviceUnavailableError:
+        if not recorded:
+            raise
+        found, roles = {}, {}
+    if recorded and all(found[label] is None for label, role in roles.items() if role == "reference"):
+        found, roles = {label: _recorded(status.parent / f"{label}.nc") for label in recorded}, recorded
+    missing = {label: known.get(label, {}).get("reason") or "planned" for label, ds in found.items() if ds is None}
+    labels = {role: label for label, role in roles.items() if role != "cell"}
+    for label in (labels["anchor"], labels["reference"]):
+        if label in missing:
             raise RuitongError(
-                f"{needed} is not collected ({missing[needed]}); run 'ruitong grid params/{grid.name}.yml' first"
+                f"{label} is not collected ({missing[label]}); run 'ruitong grid params/{grid.name}.yml' first"
             )
-    out = schema.combine(shards)
-    out.attrs |= {"reference": reference, "grid": grid.name, "not_collected": json.dumps(missing)}
+    out = schema.combine(ds for ds in found.values() if ds is not None)
+    out.attrs |= {"reference": labels["reference"], "grid": grid.name, "not_collected": json.dumps(missing)}
+    if labels.get("oracle", "") in out["cell"].values:
+        out.attrs["oracle"] = labels["oracle"]
     return out
+
+
+def _recorded(path: Path) -> xr.Dataset | None:
+    """Return a shard that was collected under the key its name ends in, or None."""
+    try:
+        ds = schema.load(path)
+    except (ValueError, OSError):
+        return None
+    return ds if str(schema.provenance(ds).get("content_key", "")).startswith(path.stem[-8:]) else None
 
 
 def aggregate_folder(folder: Path) -> xr.Dataset:

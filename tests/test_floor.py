@@ -72,6 +72,17 @@ class TestLadder:
         again = ladder(ds.isel(cell=np.arange(ds.sizes["cell"])[::-1]))
         assert [f.to_dict() for f in again] == [f.to_dict() for f in rungs]
 
+    def test_deterministic_kernels_are_their_own_configuration(self):
+        # their floors are not those of the plain kernels, and a row between the two is titled by the switch
+        cells = {
+            "plain": {}, "plain b8": {"noise": 0.03, "batch_size": 8}, "det": {"noise": 0.05, "deterministic": True},
+            "det fp16": {"precision": "fp16", "deterministic": True},
+        }  # fmt: skip
+        ds, labels = aggregate(cells)
+        assert floor_for(ds, labels["plain"], labels["plain b8"]) is None  # its own axis
+        assert floor_for(ds, labels["det"], labels["det fp16"]) is None
+        assert floor_for(ds, labels["plain"], labels["det"]).rung == "batch size"
+
     def test_facts_of_a_rung(self, rungs):
         f = next(f for f in rungs if f.rung == "attention")
         assert f.mean_kl == pytest.approx(float(f.kl.mean()))
@@ -398,6 +409,13 @@ class TestRoundings:
             ("fp16", "fp16", "2×fp16"),
             ("w8a8", "bf16", "1×w8a8"),
             ("fp32", "fp32", "2×fp32"),
+            ("fp64", "fp32", "1×fp32"),
+            ("tf32", "fp32", "1×tf32"),
+            ("tf32", "fp16", "1×fp16"),
+            ("fp8", "w8a8", "1×fp8"),
+            ("fp8", "bf16", "1×fp8"),
+            ("undeclared", "bf16", "unknown"),
+            ("undeclared", "undeclared", "unknown"),
         ],
     )
     def test_class(self, one, two, name):

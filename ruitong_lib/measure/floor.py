@@ -35,7 +35,11 @@ RUNGS = {
     "engine": "engine",
 }
 FLOOR_RUNGS = ("batch size", "batch composition", "attention")
-_UNIT_ROUNDOFF = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8, "w8a8": 2**-7}
+# Unit roundoff, from the finest on. TF32 rounds the factors of a product as fp16 does and nothing else, so it is finer.
+_UNIT_ROUNDOFF = {
+    "fp64": 2**-53, "fp32": 2**-24, "tf32": 2**-11, "fp16": 2**-11, "bf16": 2**-8, "w8a8": 2**-7, "fp8": 2**-4,
+}  # fmt: skip
+_COARSENESS = {p: i for i, p in enumerate(_UNIT_ROUNDOFF)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +79,13 @@ class Ratio:
 
 
 def rounding_class(reference: str, candidate: str) -> str:
-    """Name the coarsest rounding of a pair and how many sides carry it, e.g. ``2×bf16``, ``1×w8a8``."""
-    coarse = max(reference, candidate, key=lambda p: _UNIT_ROUNDOFF.get(p, 0.0))
+    """Name the coarsest rounding of a pair and how many sides carry it, e.g. ``2×bf16``, ``1×w8a8``.
+
+    ``unknown`` where a side's precision is none of ours (an undeclared server's): it may be coarser than the other.
+    """
+    if not {reference, candidate} <= set(_COARSENESS):
+        return "unknown"
+    coarse = max(reference, candidate, key=_COARSENESS.__getitem__)
     return f"{(reference, candidate).count(coarse)}×{coarse}"
 
 
@@ -158,7 +167,7 @@ def _order(cell: xr.Dataset) -> tuple[Any, ...]:
     """Put the plainer cell first: finer precision, smaller batch, sdpa before eager, no cap on kernels."""
     c = cell.isel(cell=0)
     return (
-        _UNIT_ROUNDOFF.get(c["precision"].item(), 1.0),
+        _COARSENESS.get(c["precision"].item(), len(_COARSENESS)),
         c["batch_size"].item(),
         c["composition"].item(),
         c["attention"].item() != "sdpa",
@@ -208,7 +217,9 @@ def floor_for(
     a, b = (ds.sel(cell=c) for c in (reference, candidate))
     own = differs_in(a, b)
     sides = []
-    for side, cell in (("reference", a), ("candidate", b)):
+    # Across precisions the candidate's own floor is of another size by design: fp16's would call bf16 noise a bug.
+    both = (("reference", a), ("candidate", b))
+    for side, cell in both[:1] if "precision" in own else both:
         mine = [f for f in rungs if _serves(f, ds, cell, own)]
         if mine:
             sides.append(dataclasses.replace(max(mine, key=lambda f: f.mean_kl), side=side))

@@ -17,7 +17,7 @@ _FIELDS = ("model", "hardware", "engine", "batch_size", "composition", "attentio
 
 @drawing.styled
 def plot_oracle(ds: xr.Dataset, *, oracle: str = "", ax: Axes | None = None) -> Axes:
-    """Draw how far each cell is from the oracle, the nearest first, each beside its own floor: the largest rung of its precision.
+    """Draw how far each cell is from the oracle, the nearest first, each beside its own floor (its largest rung).
 
     Parameters
     ----------
@@ -76,7 +76,8 @@ def plot_oracle(ds: xr.Dataset, *, oracle: str = "", ax: Axes | None = None) -> 
     n = n_text(drawing.span(d.n_prompts for d in found), drawing.span(d.n_positions for d in found))
     lines = [
         f"Distance to the oracle: replay in {exact['precision'].item()} on {exact['hardware'].item()}",
-        f"{n}; nearest first; further is not worse (direction is another number); dotted: resolution of a shard",
+        f"{n}; nearest first; dotted: resolution of a shard",
+        "A floor holds the rounding of two cells, a distance of one. Further is not worse: see direction.",
     ]
     drawing.title(ax, lines, 104, whole=own)
     return ax

@@ -17,6 +17,7 @@ from ruitong_lib.measure.align import align, axis_name, differs_in
 from ruitong_lib.measure.compare import compare, jsonable
 from ruitong_lib.measure.verdict import Verdict, holm, judge
 from ruitong_lib.report import oracle as oracles
+from ruitong_lib.report import router
 
 Row = dict[str, Any]
 
@@ -40,6 +41,7 @@ def reference_label(ds: xr.Dataset, reference: str = "") -> str:
         & (ds["batch_size"] == 1)
         & (ds["attention"] == "sdpa")
         & (ds["onednn_isa"] == "")
+        & ~ds["deterministic"]
         & (ds["repeat"] == 0)
     )
     found = [c for c, p in zip(labels, plain.values, strict=True) if p]
@@ -113,6 +115,7 @@ def _row(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, ladders: dict[str, list[f
         base = align(schema.select(ds, chosen.reference), schema.select(ds, chosen.candidate))
         row["flips"] = floors.flips_beyond_floor(pair, base)
         chosen = dataclasses.replace(chosen, pair=base)
+    row["router"] = router.section(pair, chosen, ladders["replay"])
     verdict = judge(a, b, chosen, pair=pair)
     row["over_every_floor"] = _every_floor(ds, row, kl, ladders["replay"])
     row["oracle"] = oracles.section(ds, a, b)
@@ -159,10 +162,11 @@ def _prefixed(ratio: floors.Ratio) -> Row:
 def _between(ds: xr.Dataset, f: floors.Floor) -> str:
     """Say which two cells a floor lies between, in a few words."""
     a, b = (ds.sel(cell=c) for c in (f.reference, f.candidate))
+    engine = f", {a['engine'].item()}" if len(set(ds["engine"].values.tolist())) > 1 else ""
     if f.rung == "phase":
-        return f"decode and replay, {a['precision'].item()} b{a['batch_size'].item()}"
+        return f"decode and replay, {a['precision'].item()} b{a['batch_size'].item()}{engine}"
     field = floors.RUNGS[f.rung]
-    where = "" if field == "precision" else f", {a['precision'].item()}"
+    where = ("" if field == "precision" else f", {a['precision'].item()}") + ("" if field == "engine" else engine)
     batch = "" if field == "batch_size" else f" b{a['batch_size'].item()}"
     return f"{_shown(a[field].item())} and {_shown(b[field].item())}{where}{batch}"
 
@@ -259,12 +263,18 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
     lines += [
         "",
         *[
-            f"- {r['axis']}, {r['change']}: **{r['verdict']['verdict']}**, {'; '.join(r['verdict']['reasons'])}"
+            f"- {r['axis']}, {r['change']}: **{r['verdict']['verdict']}**, {_reasons(r)}"
             for r in ok
         ],
     ]
     lines += [f"\n**{r['status']}** `{r['candidate']}`: {r['reason']}" for r in rows if r["status"] != "ok"]
-    return "\n".join([*lines, "", *_decode_lines(ok), "", *oracles.lines(ok), *_every_floor_lines(ok)]) + "\n"
+    sections = [*_decode_lines(ok), "", *oracles.lines(ok), *router.lines(ok), *_every_floor_lines(ok)]
+    return "\n".join([*lines, "", *sections]) + "\n"
+
+
+def _reasons(row: Row) -> str:
+    note = row["notes"].get("weights")
+    return "; ".join([*row["verdict"]["reasons"], *([note] if note else [])])
 
 
 def _how_to_read(rows: Sequence[Row]) -> list[str]:
