@@ -12,8 +12,9 @@ NAMES = list(METRICS)
 @pytest.fixture(scope="module")
 def truth():
     return synthetic_shards(
-        [{}, {"noise": 0.08, "hardware": "card-b"}], n_prompts=10, n_positions=14, k=12, vocab=90, seed=3
-    )
+        [{}, {"noise": 0.08, "hardware": "card-b"}], n_prompts=10, n_positions=14, k=12, vocab=90, seed=3,
+        experts=EXPERTS,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,13 @@ def shift_with_rest(p, q, ids):
     return np.abs(a - b).sum() / 2
 
 
+EXPERTS = (3, 2, 8)  # layers, experts chosen, experts in all
+
+
+def routed(x, layer):
+    return set(np.argsort(-x[layer * 8 : layer * 8 + 8])[:2].tolist())
+
+
 def five(x):
     return set(np.argsort(-x)[:5].tolist())
 
@@ -58,6 +66,7 @@ ORACLES = {
     "top5_jaccard": lambda p, q, ids: len(five(p) & five(q)) / len(five(p) | five(q)),
     "top5_identical": lambda p, q, ids: float(five(p) == five(q)),
     "top5_boundary_ties": lambda p, q, ids: 0.0,
+    "router_agreement": lambda p, q, ids: np.mean([routed(p, i) == routed(q, i) for i in range(3)]),
     "direction": lambda p, q, ids: q[ids[0]] - p[ids[0]],
 }
 
@@ -110,7 +119,7 @@ def test_units_and_names_are_set_by_the_metric(name, pair):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("noise", [0.02, 3.0])
 def test_bounds(name, noise):
-    s = synthetic_shards([{}, {"noise": noise}], n_prompts=4, n_positions=10, k=8, vocab=40, seed=4)
+    s = synthetic_shards([{}, {"noise": noise}], n_prompts=4, n_positions=10, k=8, vocab=40, seed=4, experts=EXPERTS)
     got = METRICS[name].function(align(*s.shards)).values
     low, high = METRICS[name].bounds
     known = got[np.isfinite(got)]
@@ -256,3 +265,19 @@ class TestDirection:
         b["logprob"].values[0, 1] = a["logprob"].values[0, 1] / 2
         got = METRICS["direction"].function(align(a, b))
         assert (got.where(got.notnull(), 1) > 0).all()
+
+
+def test_a_dense_model_has_no_router(synthetic):
+    pair = align(*synthetic.shards[:2])
+    assert METRICS["router_agreement"].function(pair).isnull().all()
+
+
+def test_router_agreement_by_hand(truth):
+    a, b = (s.copy(deep=True) for s in truth.shards)
+    for s in (a, b):
+        s["expert_id"].values[0, 1, 0, 0] = [[0, 1], [2, 3], [4, 5]]
+    b["expert_id"].values[0, 1, 0, 0] = [[1, 0], [2, 4], [-1, -1]]  # a set has no order; a layer that is not known
+    got = METRICS["router_agreement"].function(align(a, b)).values
+    assert got[0, 0] == 1 / 2
+    a["expert_id"].values[0, 1] = -1
+    assert np.isnan(METRICS["router_agreement"].function(align(a, b)).values).all()

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ruitong_lib import compare, schema
 from ruitong_lib.cell import Cell
 from ruitong_lib.collect import models, run_cell
-from ruitong_lib.prompts import load_prompts, render
+from ruitong_lib.testing import exact_kl
 
 pytestmark = [
     pytest.mark.model,
@@ -29,21 +27,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, object]:
 def test_the_kl_bound_is_below_the_exact_kl_and_close(shards: tuple[object, object]) -> None:
     anchor, other = shards
     bound = compare(anchor, other).positions["kl"].values
-    folder = models.embedded_folder()
-    rows = render(load_prompts("core-4").prompts, AutoTokenizer.from_pretrained(folder))
-    sides = [AutoModelForCausalLM.from_pretrained(folder, dtype=d).eval() for d in (torch.float32, torch.bfloat16)]
-    replayed = anchor.isel(cell=0).sel(scoring="replay")
-    exact = np.full_like(bound, np.nan)
-    for i, ids in enumerate(rows):
-        n = int(replayed["n_tokens"][i])
-        text = torch.tensor([ids + replayed["token_id"].values[i, : n - 1].tolist()])
-        with torch.inference_mode():
-            hidden = [m.get_decoder()(input_ids=text, use_cache=False).last_hidden_state for m in sides]
-            heads = [m.get_output_embeddings()(h[0, len(ids) - 1 :]) for m, h in zip(sides, hidden, strict=True)]
-        p, q = (h.double().log_softmax(-1) for h in heads)
-        exact[i, :n] = (((p.exp() - q.exp()) * (p - q)).sum(-1) / 2).numpy()
+    exact = exact_kl(anchor, models.embedded_folder(), "core-4")[:, : bound.shape[1]]
     known = np.isfinite(bound)
-    assert known.sum() == int(replayed["n_tokens"].sum())
+    assert known.sum() == int(anchor["n_tokens"].sel(scoring="replay").sum())
     assert (bound[known] <= exact[known] * (1 + 1e-5) + 1e-9).all()
     assert 0.5 < np.nansum(bound) / np.nansum(exact) <= 1
 

@@ -96,7 +96,7 @@ class TestDiff:
         new["margins"]["kl_ratio"]["same_class"]["value"] = 3
         collected(new)[0]["verdict"]["verdict"] = "DIFFERENT"
         (line,) = release.diff(document, new)
-        assert "METHOD 1 → 9" in line
+        assert f"METHOD {document['method']} → 9" in line
         assert "gates.yml" in line
 
     def test_added_and_removed_rows(self, document):

@@ -139,7 +139,7 @@ class TestTinyModel:
     @pytest.mark.parametrize(
         ("family", "options", "message"),
         [
-            ("gpt9", {}, "family must be one of qwen3, llama, deepseek_v3"),
+            ("gpt9", {}, "family must be one of qwen3, llama, deepseek_v2"),
             ("llama", {"vocab_size": 99}, "at least 300"),
         ],
     )

@@ -89,6 +89,8 @@ def test_prompts_needed_is_the_formula() -> None:
         ("2×bf16", "1×bf16", 4, "one-rounding floor"),
         ("1×bf16", "2×bf16", 2, "another rounding class"),
         ("1×w8a8", "2×bf16", 2, "another rounding class"),
+        ("unknown", "2×bf16", 2, "is unknown"),
+        ("unknown", "unknown", 2, "is unknown"),
     ],
 )
 def test_margins_by_rounding_class(delta: str, floor: str, c: float, said: str) -> None:

@@ -7,14 +7,19 @@ import xarray as xr
 
 from ruitong_lib import paths, schema
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect import devices
+from ruitong_lib.collect import devices, parts
 
 
 def shard_path(cell: Cell) -> Path:
     """Return where a cell's shard belongs: ``outputs/cells/<label>.nc``."""
     anchor = anchor_label(cell.anchor)
-    label = cell.label(hardware=devices.hardware(cell.device), anchor=anchor)
+    label = cell.label(hardware=hardware(cell), anchor=anchor)
     return paths.outputs(cell.outputs) / "cells" / f"{label}.nc"
+
+
+def hardware(cell: Cell) -> str:
+    """Return the label of the hardware: the driver's word for this machine, the user's for a server's."""
+    return cell.hardware if cell.engine == "endpoint" else devices.hardware(cell.device)
 
 
 def anchor_label(anchor: str) -> str:
@@ -39,7 +44,7 @@ def finished(cell: Cell) -> xr.Dataset | None:
                 return None
     except (ValueError, OSError):
         return None
-    key = cell.key(hardware=devices.hardware(cell.device), anchor=anchor_label(cell.anchor))
+    key = cell.key(hardware=hardware(cell), anchor=anchor_label(cell.anchor))
     return ds if found.get("content_key") == key else None
 
 
@@ -50,6 +55,9 @@ def _anchor_sha256(path: Path, _changed: int) -> str | None:
 
 def run_cell(cell: Cell, *, progress: bool = True) -> tuple[Path, xr.Dataset]:
     """Collect one cell and save its shard, or return the one that is there (``overwrite`` collects again).
+
+    A replay that was killed goes on with the batch after the last one that it kept, and a served cell with the prompt
+    after the last one.
 
     Parameters
     ----------
@@ -67,15 +75,17 @@ def run_cell(cell: Cell, *, progress: bool = True) -> tuple[Path, xr.Dataset]:
     RuitongError
         For anything that cannot be used; raised before the model is loaded wherever that is possible.
     """
-    devices.prepare(onednn_isa=cell.onednn_isa)
-    devices.resolve(cell.device)
+    if cell.engine != "endpoint":
+        devices.prepare(onednn_isa=cell.onednn_isa, device=cell.device, deterministic=cell.deterministic)
+        devices.resolve(cell.device)
     path = shard_path(cell)
+    folder = parts.folder_of(path)
     kept = None if cell.overwrite else finished(cell)
+    if kept is not None or cell.overwrite:
+        parts.remove(folder)
     if kept is not None:
         return path, kept
     from tqdm.auto import tqdm
-
-    from ruitong_lib.collect.transformers import collect
 
     with tqdm(disable=not progress, mininterval=1, leave=False, unit="batch") as bar:
 
@@ -84,5 +94,14 @@ def run_cell(cell: Cell, *, progress: bool = True) -> tuple[Path, xr.Dataset]:
             bar.total = total
             bar.update(done - bar.n)
 
-        ds = collect(cell, progress=report)
-    return schema.save(ds, path), ds
+        if cell.engine == "endpoint":
+            from ruitong_lib.collect.endpoint import collect as collect_served
+
+            ds = collect_served(cell, progress=report)
+        else:
+            from ruitong_lib.collect.transformers import collect
+
+            ds = collect(cell, progress=report, parts=folder)
+    schema.save(ds, path)
+    parts.remove(folder)
+    return path, ds

@@ -84,7 +84,8 @@ def compare(
     reference, candidate
         Shards (cell: 1), in this order.
     scoring
-        "replay" (every anchor position) or "decode" (positions at risk of divergence); never mixed.
+        "replay" (every anchor position) or "decode" (positions at risk of divergence); never mixed. "text" compares
+        what was written and nothing else (:func:`ruitong_lib.measure.texts.compare_texts`).
     draws, seed
         Bootstrap over prompts: percentile intervals of 95 %. A maximum has none (it grows with n).
     pair
@@ -99,6 +100,10 @@ def compare(
     RefusedError
         See :func:`check`.
     """
+    if scoring == "text":
+        from ruitong_lib.measure.texts import compare_texts
+
+        return compare_texts(reference, candidate, draws=draws, seed=seed)
     pair = align(reference, candidate, scoring=scoring) if pair is None else pair
     fields = xr.Dataset({name: facts.function(pair) for name, facts in METRICS.items()})
     weights = kernels.bootstrap_weights(pair.sizes["prompt"], draws, seed)
@@ -117,6 +122,8 @@ def compare(
         },
         "identical": is_identical(pair),
     }
+    if pair.attrs.get("weights_note"):
+        notes["weights"] = pair.attrs["weights_note"]
     if scoring == "decode":
         text, more = _text(pair, weights)
         values |= text

@@ -94,6 +94,23 @@ def top5_boundary_ties(pair: xr.Dataset) -> xr.DataArray:
     return _apply(kernel, pair, *names, units="1", long_name="exact ties at the top-5 boundary")
 
 
+def router_agreement(pair: xr.Dataset) -> xr.DataArray:
+    """Share of the layers of a mixture of experts that chose the same set of experts on both sides (1).
+
+    NaN for a dense model, and where a side did not record its router.
+    """
+    if "reference_experts" in pair:
+        a, b = (np.sort(pair[f"{side}_experts"].values, axis=-1) for side in ("reference", "candidate"))
+        known = (a[..., -1] >= 0) & (b[..., -1] >= 0)  # the last of a sorted set: -1 where the layer has none
+        n = known.sum(-1)
+        share = np.where(n > 0, ((a == b).all(-1) & known).sum(-1) / np.maximum(n, 1), np.nan)
+    else:
+        share = np.full(pair["valid"].shape, np.nan)
+    out = pair["valid"].copy(data=np.where(pair["valid"].values, share, np.nan))
+    out.attrs = {"units": "1", "long_name": "router's top-k agreement, mixtures of experts"}
+    return out
+
+
 def direction(pair: xr.Dataset) -> xr.DataArray:
     """Ln q(y) − ln p(y) of the anchor's token y (nat): positive where the candidate finds it likelier.
 
@@ -148,5 +165,6 @@ METRICS: dict[str, Facts] = {
     "top5_boundary_ties": Facts(
         top5_boundary_ties, "1", np.nan, (0.0, np.inf), True, "sum", "sets that a tie makes arbitrary"
     ),
+    "router_agreement": Facts(router_agreement, "1", 1.0, (0.0, 1.0), True, "mean", "mixtures of experts only"),
     "direction": Facts(direction, "nat", 0.0, (-np.inf, np.inf), False, "mean", "never a ranking of vendors"),
 }

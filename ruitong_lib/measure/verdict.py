@@ -90,6 +90,8 @@ def gates(path: Path = paths.PARAMS / "gates.yml") -> dict[str, Any]:
 def margin_for(delta: str, floor: str) -> tuple[Margin, str]:
     """Return c for a delta and a floor of the given rounding classes, and what to say where the classes differ."""
     rows = gates()["kl_ratio"]
+    if "unknown" in {delta, floor}:
+        return Margin(**rows["same_class"]), "a side's precision is unknown, so its rounding class is too"
     if delta == floor:
         return Margin(**rows["same_class"]), ""
     (many, coarse), (few, coarse_floor) = delta.split("×"), floor.split("×")

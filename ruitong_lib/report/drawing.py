@@ -17,6 +17,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from ruitong_lib.report import labels
+
 STYLE = Path(__file__).with_name("ruitong.mplstyle")
 PALETTE = [mpl.colors.to_hex(c) for c in sns.color_palette("colorblind")]
 DELTA, FLOOR, MARK = PALETTE[0], "#6b6b6b", PALETTE[3]
@@ -38,6 +40,7 @@ def styled(function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         with plt.style.context(STYLE):
             drawn = function(*args, **kwargs)
+            labels.fit(figure_of(drawn))
             figure_of(drawn).draw_without_rendering()
         return drawn
 
@@ -56,11 +59,17 @@ def axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 def title(drawn: Axes | Figure, lines: Iterable[str], width: int, *, whole: bool = True) -> None:
     """Write the title at the figure's left edge, or over the Axes where the figure is the caller's own."""
-    text = "\n".join(part for line in lines for part in textwrap.wrap(line, width))
+    text = "\n".join(part for line in map(labels.said, lines) for part in _wrap(line, width))
     if whole:
         figure_of(drawn).suptitle(text, x=0.01, ha="left")
     else:
         cast(Axes, drawn).set_title(text)
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    """Break a line; a Chinese character is as wide as two letters and may stand at the end of a line."""
+    wide = sum(labels.foreign(c) for c in line)
+    return textwrap.wrap(line, max(10, int(width * len(line) / (len(line) + wide))) if wide else width)
 
 
 def short(x: float, _: object = None) -> str:
@@ -108,7 +117,7 @@ def pair_name(pair: xr.Dataset, name: str) -> str:
     return name or f"{pair.attrs['reference']} → {pair.attrs['candidate']}"
 
 
-def save_figure(fig: Figure, stem: str, folder: str | Path) -> list[Path]:
+def save_figure(fig: Figure, stem: str, folder: str | Path, *, caption: str = "") -> list[Path]:
     """Write a figure as SVG, PDF and PNG, the same bytes each time, and close it.
 
     Parameters
@@ -119,10 +128,12 @@ def save_figure(fig: Figure, stem: str, folder: str | Path) -> list[Path]:
         File name without its ending.
     folder
         Where to; made when missing.
+    caption
+        Written beside it as ``<stem>.txt``.
 
     Returns
     -------
-    The three paths.
+    The paths: of the three pictures, then of the caption, if there is one.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,8 +143,13 @@ def save_figure(fig: Figure, stem: str, folder: str | Path) -> list[Path]:
         "png": {"Software": None},
     }
     paths = [folder / f"{stem}.{ending}" for ending in dates]
-    with plt.style.context(STYLE):
+    # A Chinese font is often of the CFF kind, which PDF readers refuse as Type 42.
+    fonts = {"pdf.fonttype": 3} if labels.needs_cjk(fig) else {}
+    with plt.style.context([STYLE, fonts]):
         for path, metadata in zip(paths, dates.values(), strict=True):
             fig.savefig(path, metadata=metadata)
     plt.close(fig)
+    if caption:
+        paths.append(folder / f"{stem}.txt")
+        paths[-1].write_text(caption.rstrip() + "\n", encoding="utf-8")
     return paths

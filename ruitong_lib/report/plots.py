@@ -76,7 +76,7 @@ def plot_ladder(
     own = ax is None
     ax = drawing.axes(ax, (7.0, 1.3 + 0.165 * (y[-1] + 1)))
     ax.set_xscale("log")
-    coarser = [f.rounding_class.split("×")[1] for f in rungs]
+    coarser = [f.rounding_class.split("×")[-1] for f in rungs]
     styles = drawing.precision_styles(coarser)
     top = 10 * floors.RESOLUTION
     for f, at, precision in zip(rungs, y, coarser, strict=True):

@@ -199,8 +199,8 @@ def shard_facts(ds: xr.Dataset, label: str) -> Row:
 def write(document: Row, folder: Path, *, results: Sequence[Path] = ()) -> Path:
     """Write a release to ``folder/<version>`` and return that folder.
 
-    ``results`` are JSON files of other commands (a calibration, the re-analysis of the published runs) whose numbers the
-    documents cite; they become part of the release.
+    ``results`` are JSON files of other commands (a calibration, the re-analysis of the published runs) whose numbers
+    the documents cite; they become part of the release.
     """
     folder = folder / document["version"]
     folder.mkdir(parents=True, exist_ok=True)

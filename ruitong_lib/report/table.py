@@ -262,10 +262,7 @@ def to_markdown(rows: Sequence[Row], *, title: str = "") -> str:
         )
     lines += [
         "",
-        *[
-            f"- {r['axis']}, {r['change']}: **{r['verdict']['verdict']}**, {_reasons(r)}"
-            for r in ok
-        ],
+        *[f"- {r['axis']}, {r['change']}: **{r['verdict']['verdict']}**, {_reasons(r)}" for r in ok],
     ]
     lines += [f"\n**{r['status']}** `{r['candidate']}`: {r['reason']}" for r in rows if r["status"] != "ok"]
     sections = [*_decode_lines(ok), "", *oracles.lines(ok), *router.lines(ok), *_every_floor_lines(ok)]

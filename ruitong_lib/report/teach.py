@@ -1,5 +1,6 @@
-"""What the lesson ``notebooks/00_noise_floor.ipynb`` draws and counts; torch is imported inside the functions only."""
+"""What the lesson ``notebooks/00_noise_floor.ipynb`` counts, and the slider that moves its figures."""
 
+import base64
 import functools
 import importlib.util
 import io
@@ -23,9 +24,11 @@ from ruitong_lib.report import drawing
 from ruitong_lib.report.drawing import short
 from ruitong_lib.testing import synthetic_shards, tiny_model
 
-FRACTION_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}  # stored bits of the fraction; IEEE 754-2019 and bfloat16
+# Stored bits of the fraction, and exponents of the smallest and the largest normal number (IEEE 754-2019, bfloat16).
+FRACTION_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
+_EXPONENTS = {"fp32": (-126, 127), "fp16": (-14, 15), "bf16": (-126, 127)}
 LOGIT = 12.0  # size of a likely token's logit in the models of the near-tie
-HIDDEN = 576  # length of a hidden state: that of the embedded model
+HIDDEN, BLOCK = 576, 32  # length of a hidden state (the embedded model's), and what a kernel adds up at once
 
 Floats = NDArray[np.float64]
 
@@ -36,8 +39,17 @@ def _known(precision: str) -> str:
     return precision
 
 
+def step(x: Any, precision: str) -> Floats:
+    """Return the distance between neighbouring numbers of a precision around ``x``."""
+    lowest, _ = _EXPONENTS[_known(precision)]
+    exponent = np.frexp(np.asarray(x, dtype=np.float64))[1] - 1
+    return np.asarray(np.ldexp(1.0, np.maximum(exponent, lowest) - FRACTION_BITS[precision]))
+
+
 def rounded(x: Any, precision: str) -> Floats:
-    """Round to the nearest number of a precision, ties to even, and return it as float64 (exact).
+    """Round to the nearest number of a precision, ties to even, and return it as float64 (exact); inf on overflow.
+
+    Not by a cast of torch: from float64 it rounds twice on its way to fp16.
 
     Parameters
     ----------
@@ -46,26 +58,11 @@ def rounded(x: Any, precision: str) -> Floats:
     precision
         "fp32", "fp16" or "bf16".
     """
-    import torch
-
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[_known(precision)]
-    return np.asarray(torch.as_tensor(np.asarray(x, dtype=np.float64)).to(dtype).double().numpy())
-
-
-def step(x: Any, precision: str) -> Floats:
-    """Return the distance between neighbouring numbers of a precision around ``x`` (not 0, normal range)."""
-    exponent = np.floor(np.log2(np.abs(np.asarray(x, dtype=np.float64))))
-    return np.asarray(2.0 ** (exponent - FRACTION_BITS[_known(precision)]))
-
-
-def either_neighbour(x: Floats, precision: str, rng: np.random.Generator) -> Floats:
-    """Return each number moved to one of its two neighbours in a precision, the nearer one more often.
-
-    It stands for another kernel, whose sums ran in another order and were rounded the other way. The mean over many
-    draws is ``x`` (stochastic rounding).
-    """
+    x = np.asarray(x, dtype=np.float64)
     grid = step(x, precision)
-    return np.floor(x / grid + rng.random(np.shape(x))) * grid
+    value = np.rint(x / grid) * grid
+    largest = 2.0 ** _EXPONENTS[precision][1] * (2 - 2.0 ** -FRACTION_BITS[precision])
+    return np.asarray(np.where(np.abs(value) > largest, np.copysign(np.inf, x), value))
 
 
 def terms(n: int, precision: str, seed: int = 0) -> Floats:
@@ -89,40 +86,39 @@ def shuffled_sums(n: int, precision: str, *, orders: int = 200, seed: int = 0) -
     -------
     The sums (one an order), and the exact sum.
     """
-    import torch
-
     x = terms(n, precision, seed)
     rng = np.random.default_rng(seed)
-    shuffled = np.stack([rng.permutation(x) for _ in range(orders)])
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-    columns = torch.as_tensor(shuffled).to(dtype).T.contiguous()
-    total = torch.zeros(orders, dtype=dtype)
-    for column in columns:
-        total = total + column
-    return np.asarray(total.double().numpy()), math.fsum(x)
+    total = np.zeros(orders)
+    for column in np.stack([rng.permutation(x) for _ in range(orders)]).T:
+        total = rounded(total + column, precision)
+    return total, math.fsum(x)
 
 
 @functools.lru_cache(maxsize=64)
-def near_tie(gap: float, precision: str, *, runs: int = 400, seed: int = 0) -> Floats:
+def near_tie(gap: float, precision: str, *, runs: int = 200, seed: int = 0) -> Floats:
     """Return the difference of two logits that are exactly ``gap`` (nat) apart, as each of many kernels would see it.
 
-    Both tokens read one hidden state. Every run moves each of its numbers to one of its two neighbours in the
-    precision, takes the exact dot products, and rounds the two logits to the precision.
+    A logit is a sum of ``HIDDEN`` products. Every run is a kernel of its own: it shuffles the products, adds them
+    exactly in blocks of ``BLOCK``, and adds the blocks in the precision, rounding after each addition.
 
     Returns
     -------
     First logit minus second, one a run: negative where the answer flips, 0 at an exact tie.
     """
     rng = np.random.default_rng(seed)
-    hidden = rng.standard_normal(HIDDEN)
+    state = rng.standard_normal(HIDDEN)
     rows = rng.standard_normal((2, HIDDEN)) / math.sqrt(HIDDEN)
-    rows += np.outer(np.array([LOGIT, LOGIT - gap]) - rows @ hidden, hidden) / (hidden @ hidden)
-    seen = either_neighbour(np.broadcast_to(hidden, (runs, HIDDEN)), precision, rng)
-    logits = rounded(seen @ rows.T, precision)
-    return np.asarray(logits[:, 0] - logits[:, 1])
+    rows += np.outer(np.array([LOGIT, LOGIT - gap]) - rows @ state, state) / (state @ state)
+    orders = np.stack([rng.permutation(HIDDEN) for _ in range(runs)])
+    products = (rows * state)[:, orders].reshape(2, runs, -1, BLOCK)
+    blocks = rounded(products.sum(-1), precision)
+    total = np.zeros((2, runs))
+    for block in np.moveaxis(blocks, -1, 0):
+        total = rounded(total + block, precision)
+    return np.asarray(total[0] - total[1])
 
 
-def flip_shares(gap: float, precision: str, *, runs: int = 400) -> dict[str, float]:
+def flip_shares(gap: float, precision: str, *, runs: int = 200) -> dict[str, float]:
     """Return in which share of the runs of :func:`near_tie` the answer stays, ties or flips."""
     difference = near_tie(gap, precision, runs=runs)
     names = {"same": difference > 0, "tie": difference == 0, "flip": difference < 0}
@@ -131,7 +127,7 @@ def flip_shares(gap: float, precision: str, *, runs: int = 400) -> dict[str, flo
 
 @functools.lru_cache(maxsize=4)
 def agreement_by_noise(
-    noises: tuple[float, ...], *, n_prompts: int = 24, n_positions: int = 32, seed: int = 0
+    noises: tuple[float, ...], *, n_prompts: int = 48, n_positions: int = 24, seed: int = 0
 ) -> pd.DataFrame:
     """Count top-1 agreement in three ways, for synthetic cells with more and more noise on their logits.
 
@@ -154,6 +150,17 @@ def agreement_by_noise(
     return pd.DataFrame(rows, columns=["noise", "before", "at risk", "replay", "parted"]).set_index("noise")
 
 
+def synthetic_dataset(*, n_prompts: int = 24, n_positions: int = 32, seed: int = 0) -> xr.Dataset:
+    """Return a made-up aggregate for trying the notebooks out: its numbers come from a random generator."""
+    cells: list[dict[str, Any]] = [
+        {}, {"noise": 0.03, "batch_size": 8}, {"noise": 0.03, "attention": "eager"}, {"repeat": 1},
+        {"noise": 0.02, "precision": "fp16"}, {"noise": 0.2, "precision": "w8a8"},
+        {"noise": 0.04, "hardware": "card-b"},
+    ]  # fmt: skip
+    shards = synthetic_shards(cells, n_prompts=n_prompts, n_positions=n_positions, phase=0.02, seed=seed).shards
+    return schema.combine(shards).assign_attrs(reference=str(shards[0]["cell"].item()), grid="synthetic")
+
+
 def lesson_model(folder: str | Path) -> str:
     """Return the embedded model's name where it is installed, else the path of a tiny random model made in ``folder``.
 
@@ -166,7 +173,7 @@ def lesson_model(folder: str | Path) -> str:
     return str(made if (made / "config.json").is_file() else tiny_model("llama", made))
 
 
-def words(ids: Sequence[int], model: str) -> list[str]:
+def words(ids: Any, model: str) -> list[str]:
     """Return token ids as text, with line ends and spaces made visible."""
     from transformers import AutoTokenizer
 
@@ -274,9 +281,10 @@ def slide(draw: Callable[[Any], Figure], values: Sequence[Any], label: str, *, s
         options=list(values), value=start, description=label, continuous_update=False,
         style={"description_width": "initial"}, layout=widgets.Layout(width="min(30em, 100%)"),
     )  # fmt: skip
-    picture = widgets.Image(value=png(draw(start)), format="png", layout=widgets.Layout(max_width="100%"))
+    size = widgets.Layout(max_width="100%", min_width="36em")  # on a phone it is scrolled, not shrunk
+    picture = widgets.Image(value=png(draw(start)), format="png", layout=size)
     slider.observe(lambda change: setattr(picture, "value", png(draw(change["new"]))), "value")
-    box = widgets.VBox([slider, picture])
-    bundle = box._repr_mimebundle_() | {"image/png": picture.value}
+    box = widgets.VBox([slider, picture], layout=widgets.Layout(overflow="auto"))
+    bundle = box._repr_mimebundle_() | {"image/png": base64.b64encode(picture.value).decode()}
     display(bundle, raw=True)  # type: ignore[no-untyped-call]
     return box

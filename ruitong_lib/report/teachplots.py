@@ -60,7 +60,7 @@ def plot_sums(n: int, *, orders: int = 200) -> Figure:
 
 
 @drawing.styled
-def plot_near_tie(gap: float, *, precisions: Sequence[str] = ("fp32", "fp16", "bf16"), runs: int = 400) -> Figure:
+def plot_near_tie(gap: float, *, precisions: Sequence[str] = ("fp32", "fp16", "bf16"), runs: int = 200) -> Figure:
     """Draw the difference of two logits that are exactly ``gap`` apart, over many kernels, in each precision."""
     figure, axes = plt.subplots(1, len(precisions), figsize=(7.0, 2.4), sharex=True)
     seen = {p: teach.near_tie(gap, p, runs=runs) for p in precisions}
