@@ -15,7 +15,7 @@ from ruitong_lib.paths import ROOT
 
 PACKAGES = (
     "ruitong", "torch", "torch_npu", "transformers", "torchao", "accelerate", "tokenizers", "numpy", "scipy", "xarray",
-    "h5netcdf", "papermill",
+    "h5netcdf", "papermill", "compressed-tensors",
 )  # fmt: skip
 # Variables that change numbers; anything else of the environment stays private, and so does a value that is a path.
 ENVIRONMENT = (

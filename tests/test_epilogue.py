@@ -130,6 +130,15 @@ class TestScore:
             logits = torch.tensor([[0.0, float(second), -5.0, float(np.float32(best))]])
             assert score(logits, 2).top_token_id[0].tolist() == [3, 1]
 
+    def test_float64_logits_keep_what_float32_would_lose(self):
+        logits = random_logits(3, 5000, torch.float64)
+        logits[:, 7] = logits.amax(-1) + 1e-9  # below float32's step there, and above the first best
+        got, lp = score(logits, 20, torch.tensor([[7, 1]] * 3)), exact(logits)
+        assert (got.top_token_id[:, 0] == 7).all()
+        assert torch.equal(got.top_token_id[:, :2], lp.topk(2)[1].int())
+        np.testing.assert_allclose(got.top_logprob.numpy(), lp.topk(20)[0].numpy(), rtol=0, atol=2e-6)
+        np.testing.assert_allclose(got.rest_logprob.numpy(), outside(lp, torch.tensor([[7, 1]] * 3)), rtol=0, atol=2e-6)
+
     def test_one_row_by_hand(self):
         got = score(torch.tensor([[0.0, 1.0, 2.0, 2.0]]).log_softmax(-1) + 5, 2, torch.tensor([[0, 3]]))
         z = np.log(1 + np.e + 2 * np.e**2)

@@ -18,7 +18,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Outputs = Annotated[str, typer.Option(help="Folder for generated files; by default the repository's outputs/.")]
 Shard = Annotated[str, typer.Argument(help="Shard: a .nc file, corpus:NAME, or a published .json file.")]
-Scoring = Annotated[str, typer.Option(help="replay or decode; by default replay where both sides have one.")]
+Scoring = Annotated[str, typer.Option(help="replay, decode or text; by default replay where both sides have one.")]
 
 
 def main() -> None:
@@ -36,4 +36,4 @@ def print_json(value: Any) -> None:
 
 
 # The verbs: each module adds its own to `app`.
-from ruitong_lib.cli import compare, data, machine, publish  # noqa: E402, F401
+from ruitong_lib.cli import calibrate, compare, data, gates, machine, publish, served  # noqa: E402, F401
