@@ -2,14 +2,16 @@
 
 import copy
 import json
+import shutil
 
 import numpy as np
 import pytest
+import yaml
 
 from ruitong_lib import schema
 from ruitong_lib.benchmark import load_benchmark
 from ruitong_lib.errors import RuitongError
-from ruitong_lib.report import release
+from ruitong_lib.report import numbers, release
 from ruitong_lib.testing import synthetic_shards
 
 
@@ -145,3 +147,36 @@ class TestBenchmark:
         path.write_text(text)
         with pytest.raises(RuitongError, match=match):
             load_benchmark(path)
+
+
+class TestCommand:
+    """The verbs, from a data file to pages: what a person types."""
+
+    @pytest.fixture
+    def run(self, release_file, tmp_path, benchmark, monkeypatch):
+        from typer.testing import CliRunner
+
+        from ruitong_lib.cli import app
+
+        (tmp_path / "benchmark.yml").write_text(yaml.safe_dump(benchmark, allow_unicode=True), encoding="utf-8")
+        shutil.copyfile(release_file, tmp_path / "ruitong.nc")
+        more = ["--outputs", str(tmp_path), "--benchmark", str(tmp_path / "benchmark.yml")]
+        return lambda *verb: CliRunner().invoke(app, [*verb, *more], catch_exceptions=False)
+
+    def test_table_then_site_then_diff(self, run, tmp_path, benchmark):
+        made = run("table")
+        assert made.exit_code == 0
+        assert benchmark["planned"][0]["change"] in made.stdout
+        assert run("site").exit_code == 0
+        assert (tmp_path / "site" / "zh.html").is_file()
+        assert run("table", "--diff", benchmark["version"]).stdout.strip() == "nothing changed"
+
+    def test_results_of_other_commands_become_part_of_the_release(self, run, tmp_path, benchmark):
+        (tmp_path / "results").mkdir()
+        (tmp_path / "results" / "other.json").write_text('{"a": {"b": 0.125}}')
+        run("table")
+        assert numbers.results(tmp_path / "tables" / benchmark["version"])["other/a/b"] == 0.125
+
+    def test_an_aggregate_without_any_grid_says_what_is_missing(self, run):
+        with pytest.raises(RuitongError, match="no grid of the benchmark is collected"):
+            run("aggregate")
