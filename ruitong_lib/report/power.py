@@ -147,7 +147,7 @@ def plot_power(result: Mapping[str, Any], *, faults: Sequence[str] = ()) -> Figu
     rows = [r for r in result["power"] if not faults or r["fault"] in faults]
     names = [COMPOUND, *[s for s in SCORES if s in rows[0]["hits"]]]
     share = np.array([[r["hits"][s] / r["blocks"] for s in names] for r in rows])
-    fig, ax = plt.subplots(figsize=(6.5, 0.55 + 0.115 * len(rows)))
+    fig, ax = plt.subplots(figsize=(6.5, max(2.8, 0.8 + 0.13 * len(rows))))
     image = ax.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     ax.set_xticks(range(len(names)), [s.replace("_", " ") for s in names], rotation=40, ha="right", fontsize=7)
     ax.set_yticks(range(len(rows)), [f"{r['fault']}  {r['severity']:g}" for r in rows], fontsize=5.5)
