@@ -157,7 +157,7 @@ def _view(r: Row, document: Row, t: Mapping[str, Any]) -> Row:
         "r": ratio["value"] if has_ratio else "",
         "r_text": _interval(ratio) if has_ratio else ratio.get("status", ""),
         "reasons": verdict.get("reasons") or ([r["reason"]] if r.get("reason") else []),
-        "figure": _ratios(r, t) if has_ratio else "",
+        "figure": _ratios(r, t) if ratio.get("value") else "",  # 0 has no place on a log scale
         "rounding": f"{r['rounding_class']} / {floor['rounding_class']}" if floor else "",
         "texts": f"{round(texts['value'] * texts['n'])} / {texts['n']}" if texts else "",
         "run": r["run"],
@@ -185,7 +185,7 @@ def _ratios(r: Row, t: Mapping[str, Any]) -> Any:
     others = [
         {"label": f"{t['over']} {f['rung']}: {f['between']}", **{k: f[f"ratio_{k}"] for k in ("value", "lo", "hi")}}
         for f in r["over_every_floor"]
-        if f.get("ratio_value") is not None and f["rung"] != "rerun"
+        if f.get("ratio_value") and f["rung"] != "rerun"
     ]
     margin: Margin = margin_for(r["rounding_class"], r["floor"]["rounding_class"])[0]
     return _dots(

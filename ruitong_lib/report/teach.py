@@ -1,6 +1,5 @@
 """What the lesson ``notebooks/00_noise_floor.ipynb`` counts, and the slider that moves its figures."""
 
-import base64
 import functools
 import importlib.util
 import io
@@ -252,10 +251,10 @@ def png(figure: Figure) -> bytes:
 
 
 def slide(draw: Callable[[Any], Figure], values: Sequence[Any], label: str, *, start: Any) -> Any:
-    """Show a figure with a slider that draws it again; where widgets do not run, the figure at ``start`` alone.
+    """Show a figure and a slider that draws it again; where widgets do not run, the figure stays.
 
-    The output holds the widget and a PNG of the first picture, so papermill's file shows the picture on a page
-    that knows no widgets.
+    The figure is an output of its own, which the slider replaces, so that papermill's file, a page made from it and a
+    reader without a kernel all show it.
 
     Parameters
     ----------
@@ -270,21 +269,23 @@ def slide(draw: Callable[[Any], Figure], values: Sequence[Any], label: str, *, s
 
     Returns
     -------
-    The widget: a box of the slider and the picture.
+    The slider.
     """
     import ipywidgets as widgets  # type: ignore[import-untyped]
-    from IPython.display import display
+    from IPython.display import Image, display
 
     if start not in values:
         raise RuitongError(f"start must be one of {list(values)}, got {start!r}")
+
+    def picture(value: Any) -> Any:
+        return Image(png(draw(value)), alt=f"figure at {label} {value}")  # type: ignore[no-untyped-call]
+
     slider = widgets.SelectionSlider(
         options=list(values), value=start, description=label, continuous_update=False,
         style={"description_width": "initial"}, layout=widgets.Layout(width="min(30em, 100%)"),
     )  # fmt: skip
-    size = widgets.Layout(max_width="100%", min_width="36em")  # on a phone it is scrolled, not shrunk
-    picture = widgets.Image(value=png(draw(start)), format="png", layout=size)
-    slider.observe(lambda change: setattr(picture, "value", png(draw(change["new"]))), "value")
-    box = widgets.VBox([slider, picture], layout=widgets.Layout(overflow="auto"))
-    bundle = box._repr_mimebundle_() | {"image/png": base64.b64encode(picture.value).decode()}
+    bundle = slider._repr_mimebundle_() | {"text/plain": f"[a slider in a live notebook: {label}]"}
     display(bundle, raw=True)  # type: ignore[no-untyped-call]
-    return box
+    shown = display(picture(start), display_id=True)  # type: ignore[no-untyped-call]
+    slider.observe(lambda change: shown.update(picture(change["new"])), "value")
+    return slider
