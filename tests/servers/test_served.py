@@ -148,7 +148,7 @@ def test_a_server_that_dies(collected: Collected, server: Server, tmp_path: Path
     assert 8 <= len(kept) < N_PROMPTS
 
     server.start()
-    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert again.returncode == 0, again.stderr
     assert {f: f.stat().st_mtime_ns for f in kept} == kept  # not asked for again
     resumed = schema.load(outputs / "cells" / f"{label}.nc")
@@ -174,7 +174,7 @@ def _one_cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _wait_for(done: Any, seconds: float = 300) -> None:
+def _wait_for(done: Any, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, f"nothing after {seconds:.0f} s"
