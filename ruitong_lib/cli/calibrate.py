@@ -15,7 +15,10 @@ def calibrate(
     check: Annotated[
         bool, typer.Option(help="Run nothing; say whether the thresholds of gates.yml are stale.")
     ] = False,
-    write: Annotated[bool, typer.Option(help="Put the thresholds into params/gates.yml.")] = False,
+    write: Annotated[
+        bool,
+        typer.Option(help="Put the thresholds into params/gates.yml, and the result where `ruitong table` finds it."),
+    ] = False,
     outputs: Outputs = "",
     as_json: Json = False,
 ) -> None:
@@ -44,6 +47,7 @@ def calibrate(
         from ruitong_lib.measure import record
 
         record.write(result)
+        record.publish(result, outputs)
     if as_json:
         from ruitong_lib.measure.compare import jsonable
 

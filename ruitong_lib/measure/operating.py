@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import pandas as pd
 import xarray as xr
+from scipy import stats
 
 from ruitong_lib.errors import RefusedError
 from ruitong_lib.measure import scores
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ruitong_lib.collect.replicas import Replica
 
 POWER = 0.8
+_FORM = ("constrained",)
 
 
 class Shards(Protocol):
@@ -50,9 +52,9 @@ def analyse(design: Design, layout: Layout, store: Shards, cells: Mapping[str, S
 
     Returns
     -------
-    ``calibration`` (:func:`ruitong_lib.measure.scores.calibrate`), ``held_out``, ``power`` (one row a fault and
-    severity), ``smallest`` (per fault and score, the mildest severity from which on 80 % are found), ``tables``: the
-    scores of every replicate.
+    ``calibration`` (:func:`ruitong_lib.measure.scores.calibrate`), ``held_out``, ``gates`` (how many floor
+    pairs a gate called DIFFERENT), ``power`` (one row a fault and severity), ``smallest`` (per fault and score, the
+    mildest severity from which on 80 % are found), ``tables``: the scores of every replicate.
     """
     document = design.document
     shards = {side: [store.get(f"{side}-{i:02d}") for i in range(len(cells[side]))] for side in SIDES}
@@ -60,20 +62,15 @@ def analyse(design: Design, layout: Layout, store: Shards, cells: Mapping[str, S
     for side in SIDES:
         tables[side], identical[side] = _replicates(shards[side], layout.block)
     found = scores.calibrate(tables["calibration"], level=document["level"], minimum=document["minimum_replicates"])
-    items = [p for p in layout.prompts if p.options]
     result: dict[str, Any] = {
         "design": design.name,
         "calibration": found | {"bit_identical": identical["calibration"], "floors": _floors(shards, cells, layout)},
         "held_out": _held_out(tables, found) | {"bit_identical": identical["held_out"]},
     }
-    gates = [_gate(shards["held_out"], i, items) for i in range(len(shards["held_out"]) // 2)]
-    result["held_out"]["gate"] = {
-        "pairs": len(gates), "different": sum(g["verdict"] == "DIFFERENT" for g in gates),
-        "changed": sum(g["changed"] for g in gates), "items": sum(g["n"] for g in gates),
-    }  # fmt: skip
+    result["gates"] = _gate_alarms(shards, [p for p in layout.prompts if p.options])
     rows, faulty = [], []
     for name, severity in design.conditions():
-        table, facts = _fault(design, store, layout, shards["held_out"], name, severity, items)
+        table, facts = _fault(design, store, layout, shards["held_out"], name, severity)
         alarms = scores.alarms_of(table, found)
         hits = {s: int(alarms[s].sum()) for s in alarms}
         ratio = float(table["kl"].mean() / tables["held_out"]["kl"].mean())
@@ -138,18 +135,33 @@ def _held_out(tables: Mapping[str, pd.DataFrame], found: Mapping[str, Any]) -> d
     return {"rates": rates, "n_eff": own["n_eff"], "alarms_at_n_eff": counted, "limit": limit, "within": within}
 
 
-def _gate(held_out: Sequence[xr.Dataset], pair: int, items: Sequence[Prompt]) -> dict[str, Any]:
-    """Judge the constrained answers of a held-out pair, with the next pair as the floor."""
-    n = len(held_out)
-    a, b, c, d = (held_out[(2 * pair + j) % n] for j in range(4))
-    rows = gate_table(a, b, floor=(c, d), items=items)
-    return next(r for r in rows if r["gate"] == "all" and r["form"] == "constrained")
+def _gate_alarms(shards: Mapping[str, Sequence[xr.Dataset]], items: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Judge the constrained answers of every floor pair, with the next pair of its side as the floor.
+
+    The gate's margin is not calibrated here, so both sides count. A row a gate, with the exact 95 % interval of the
+    share of pairs that were called DIFFERENT (Clopper and Pearson 1934, doi:10.1093/biomet/26.4.404).
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for side in shards.values():
+        for i in range(0, len(side), 2):
+            a, b, c, d = (side[(i + j) % len(side)] for j in range(4))
+            for row in gate_table(a, b, (c, d), items=[p for p in items if p.id in a["prompt"].values], forms=_FORM):
+                found.setdefault(row["gate"], []).append(row)
+    rows = []
+    for gate, judged in found.items():
+        k = sum(r["verdict"] == "DIFFERENT" for r in judged)
+        rate = stats.binomtest(k, len(judged)).proportion_ci(0.95)
+        rows.append(
+            {"gate": gate, "pairs": len(judged), "different": k, "rate": k / len(judged), "lo": float(rate.low),
+             "hi": float(rate.high), "changed": sum(r["changed"] for r in judged),
+             "items": sum(r["n"] for r in judged)}
+        )  # fmt: skip
+    return rows
 
 
 def _fault(
-    design: Design, store: Shards, layout: Layout, held_out: Sequence[xr.Dataset], name: str, severity: float,
-    items: Sequence[Prompt],
-) -> tuple[pd.DataFrame, dict[str, Any]]:  # fmt: skip
+    design: Design, store: Shards, layout: Layout, held_out: Sequence[xr.Dataset], name: str, severity: float
+) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Score a broken candidate against its pair's sound reference, with the sound candidate as the floor."""
     at = 2 * pair_of(design, name, severity)
     keep = [p for p in held_out[at]["prompt"].values if layout.block[str(p)] < _last(design)]
@@ -167,8 +179,8 @@ def _fault(
         candidate["prompt_sha256"].values[:] = reference["prompt_sha256"].values
     table = scores.block_scores(reference, candidate, layout.block).reset_index()
     try:
-        rows = gate_table(reference, candidate, floor=(reference, sound), items=items)
-        gate = next(r for r in rows if r["gate"] == "all" and r["form"] == "constrained")
+        items = [p for p in layout.prompts if p.options and p.id in keep]
+        gate = gate_table(reference, candidate, (reference, sound), items=items, forms=_FORM)[-1]
         facts |= {"gate": gate["verdict"], "gate_changed": gate["changed"], "gate_floor": gate["floor_changed"],
                   "gate_items": gate["n"]}  # fmt: skip
     except RefusedError as e:  # the options of processed logprobs may be gone

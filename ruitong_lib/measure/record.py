@@ -14,6 +14,7 @@ from ruitong_lib import paths
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.measure import scores
 from ruitong_lib.measure.calibrate import table_sha256
+from ruitong_lib.measure.compare import jsonable
 from ruitong_lib.measure.design import VERSION, Design
 
 GATES = paths.PARAMS / "gates.yml"
@@ -64,6 +65,17 @@ def write(result: Mapping[str, Any], path: Path = GATES) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(f"{before}\n{_MARK}{indented}", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def publish(result: Mapping[str, Any], outputs: str = "") -> Path:
+    """Leave a run's result as ``results/calibration.json``, which `ruitong table` makes part of a release."""
+    path = paths.outputs(outputs) / "results" / "calibration.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    power = [{"id": f"{r['fault']}-{r['severity']:g}", **r} for r in result["power"]]
+    gates = [{"id": r["gate"], **r} for r in result["gates"]]
+    text = json.dumps(jsonable({**result, "power": power, "gates": gates}), indent=1, ensure_ascii=False)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def thresholds(path: Path = GATES) -> dict[str, Any]:

@@ -10,6 +10,7 @@ file; it is reviewed like code.
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -119,7 +120,7 @@ def check(folder: Path, *, site: Path | None = None, lock: Path = LOCK, update: 
     """
     known, texts, held = results(folder), documents(), read_lock(lock)
     if update:
-        held = {name: _updated(numbers(text), held.get(name, []), known) for name, text in texts.items()}
+        held = {name: _updated(text, held.get(name, []), known) for name, text in texts.items()}
         lines = [x for name, pairs in held.items() for x in (f"# {name}", *[f"{n} {s}" for n, s in pairs], "")]
         lock.write_text("\n".join(lines), encoding="utf-8")
     wrong = [
@@ -151,27 +152,40 @@ def difference(name: str, text: str, held: Sequence[tuple[str, str]]) -> list[st
     return [f"{name}: {held[len(found)][0]} is gone"] if len(held) > len(found) else []
 
 
-def _updated(found: list[str], held: list[tuple[str, str]], known: Mapping[str, float]) -> list[tuple[str, str]]:
+def _updated(text: str, held: list[tuple[str, str]], known: Mapping[str, float]) -> list[tuple[str, str]]:
     """Keep the sources of numbers that stayed, in place; find those of new ones."""
+    found, sources = numbers(text), _sources(text, known)
     out: list[tuple[str, str]] = []
     matcher = difflib.SequenceMatcher(None, [n for n, _ in held], found, autojunk=False)
     for kind, i, j, a, b in matcher.get_opcodes():
-        if kind == "equal":
-            out += [h if matches(*h, known) else (h[0], _source(h[0], known)) for h in held[i:j]]
-            continue
         old = held[i:j] if j - i == b - a else [("", "")] * (b - a)
-        out += [
-            (n, s if s != FIXED and s and matches(n, s, known) else _source(n, known))
-            for n, (_, s) in zip(found[a:b], old, strict=True)
-        ]
+        for new, source, (_, was) in zip(found[a:b], sources[a:b], old, strict=True):
+            stays = was and (kind == "equal" or was != FIXED) and matches(new, was, known)
+            out.append((new, was if stays else source))
     return out
 
 
-def _source(token: str, known: Mapping[str, float]) -> str:
-    """Return the one result that a number can be: only with three digits or more, which no constant has by chance."""
+def _sources(text: str, known: Mapping[str, float]) -> list[str]:
+    """Return for each number of a text the result that it can be, else ``fixed``.
+
+    Several results may round to one number; the numbers of a line come from one row of the table where they can.
+    """
+    out: list[str] = []
+    for line in text.split("\n"):
+        keys = [_candidates(token, known, percent="%" in line) for token in numbers(line)]
+        rows = Counter(row for found in keys for row in {_row(k) for k in found})
+        out += [max(found, key=lambda k: (rows[_row(k)], -len(k)), default=FIXED) for found in keys]
+    return out
+
+
+def _row(key: str) -> str:
+    return "/".join(key.split("/")[:3])
+
+
+def _candidates(token: str, known: Mapping[str, float], *, percent: bool) -> list[str]:
+    """Return every result that a number can be: only with three digits or more, which no constant has by chance."""
     digits = re.sub(r"e.*|[^0-9]", "", token).lstrip("0")
     if token.count(".") > 1 or len(digits) < 3 or "." not in token:
-        return FIXED
+        return []
     keys = [k for k, v in known.items() if agrees(token, v)]
-    percents = [f"{k}*100" for k, v in known.items() if agrees(token, v * 100)]
-    return next(iter(keys + percents), FIXED)
+    return keys + [f"{k}*100" for k, v in known.items() if percent and agrees(token, v * 100)]

@@ -36,8 +36,20 @@ def threshold_table(result: Mapping[str, Any]) -> pd.DataFrame:
             "compound limit": _short(facts["limit"]),
             "false alarms": _rate(c["false_alarms"][s]),
             "held out": _rate(held["rates"][s]),
-            "n_eff": f"{c['false_alarms'][s]['n_eff']:.0f}, {held['rates'][s]['n_eff']:.0f}",
+            "n_eff": f"{c['false_alarms'][s]['n_eff']:.1f}, {held['rates'][s]['n_eff']:.1f}",
         }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def gate_alarm_table(result: Mapping[str, Any]) -> pd.DataFrame:
+    """Return, per gate on answers, the floor pairs that it called DIFFERENT and the answers that changed in them."""
+    rows = {
+        r["gate"]: {
+            "false alarms": _rate({**r, "alarms": r["different"], "n": r["pairs"]}),
+            "changed answers": f"{r['changed']}/{r['items']} = {100 * r['changed'] / r['items']:.1f} %",
+        }
+        for r in result["gates"]
+    }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
@@ -111,12 +123,14 @@ def text(result: Mapping[str, Any]) -> str:
     """Return the whole result for a terminal."""
     c, held = result["calibration"], result["held_out"]
     parts = [
-        f"{result['design']}: m = {c['m']} replicates, n_eff = {c['n_eff']:.0f}; compound threshold "
+        f"{result['design']}: m = {c['m']} replicates, n_eff = {c['n_eff']:.1f}; compound threshold "
         f"{_short(c['threshold'])}",
         _frame(threshold_table(result)),
-        f"held out: n_eff = {held['n_eff']:.0f}, alarms at n_eff {held['alarms_at_n_eff']:.1f}, at most "
+        f"held out: n_eff = {held['n_eff']:.1f}, alarms at n_eff {held['alarms_at_n_eff']:.1f}, at most "
         f"{held['limit']} (95 % quantile of Binomial(n_eff, {1 - c['level']:.2g})): "
         + ("within" if held["within"] else "TOO MANY"),
+        "Floor pairs that a gate on answers called DIFFERENT, and answers that changed:",
+        _frame(gate_alarm_table(result)),
         _frame(power_table(result), index=False),
         "Mildest severity from which on 80 % of the blocks are found:",
         _frame(smallest_table(result)),
@@ -184,7 +198,7 @@ def plot_false_alarms(result: Mapping[str, Any]) -> Figure:
     ax.legend(loc="lower right")
     c, held = result["calibration"], result["held_out"]
     n = held["rates"][COMPOUND]["n"]
-    line = f"False alarms: n_eff {c['n_eff']:.0f} of {c['m']} replicates, held out {held['n_eff']:.0f} of {n}"
+    line = f"False alarms: n_eff {c['n_eff']:.1f} of {c['m']} replicates, held out {held['n_eff']:.1f} of {n}"
     drawing.title(fig, [line], 80)
     return fig
 
