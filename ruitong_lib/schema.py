@@ -21,7 +21,7 @@ from ruitong_lib.errors import RuitongError
 SCHEMA_VERSION = 1
 SCORINGS = ("decode", "replay")
 FINISH = ("eos", "length", "not_applicable")
-# The numbers are stored: new names go to the end. What each means is in collect/sanity.py and METHOD.
+# The numbers are stored: new names go to the end. What each means is in collect/served/sanity.py and METHOD.
 STATES = (
     "ok", "missing", "nan_logits", "masked", "degenerate", "no_logprobs", "empty", "failed", "wrong_length",
     "impossible", "collapsed", "renormalised", "processed", "not_greedy", "cut_off",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ruitong_lib.collect.responses import Pairs, number, parse, parse_prompt, read_json, token_id
+from ruitong_lib.collect.served.responses import Pairs, number, parse, parse_prompt, read_json, token_id
 
 
 class TestJson:
