@@ -15,6 +15,7 @@ from ruitong_lib.errors import RefusedError, RuitongError
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure.align import align, axis_name, differs_in
 from ruitong_lib.measure.compare import compare, jsonable
+from ruitong_lib.measure.flips import flips_beyond_floor
 from ruitong_lib.measure.verdict import Verdict, holm, judge
 from ruitong_lib.report import oracle as oracles
 from ruitong_lib.report import router
@@ -113,7 +114,7 @@ def _row(ds: xr.Dataset, a: xr.Dataset, b: xr.Dataset, ladders: dict[str, list[f
     pair = align(a, b)
     if chosen:
         base = align(schema.select(ds, chosen.reference), schema.select(ds, chosen.candidate))
-        row["flips"] = floors.flips_beyond_floor(pair, base)
+        row["flips"] = flips_beyond_floor(pair, base)
         chosen = dataclasses.replace(chosen, pair=base)
     row["router"] = router.section(pair, chosen, ladders["replay"])
     verdict = judge(a, b, chosen, pair=pair)
