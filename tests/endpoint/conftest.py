@@ -17,7 +17,7 @@ from ruitong_lib.collect.served import vocabulary
 from ruitong_lib.collect.served.client import Client
 from ruitong_lib.collect.served.vocabulary import Vocabulary
 from ruitong_lib.prompts import Prompt, render
-from ruitong_lib.testing import _tokenizer
+from ruitong_lib.testing.models import _tokenizer
 
 V = 400
 EOS = 3
