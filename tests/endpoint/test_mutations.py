@@ -25,7 +25,8 @@ from ruitong_lib import RuitongError, schema
 from ruitong_lib.cell import Cell
 from ruitong_lib.collect import endpoint
 from ruitong_lib.collect.served import rows
-from ruitong_lib.collect.served.responses import parse, parse_prompt, read_json
+from ruitong_lib.collect.served.lenient import read_json
+from ruitong_lib.collect.served.responses import parse, parse_prompt
 from ruitong_lib.collect.served.rows import Row
 from ruitong_lib.collect.served.sanity import examine, text_differs
 from ruitong_lib.collect.served.vocabulary import Vocabulary

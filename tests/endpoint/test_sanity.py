@@ -12,7 +12,8 @@ from conftest import EOS, Fake, log_softmax, logits
 
 from ruitong_lib import schema
 from ruitong_lib.collect.served import rows
-from ruitong_lib.collect.served.responses import parse, parse_prompt, read_json
+from ruitong_lib.collect.served.lenient import read_json
+from ruitong_lib.collect.served.responses import parse, parse_prompt
 from ruitong_lib.collect.served.rows import Row
 from ruitong_lib.collect.served.sanity import examine, text_differs
 from ruitong_lib.collect.served.vocabulary import REPLACEMENT, Vocabulary

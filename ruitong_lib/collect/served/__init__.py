@@ -6,6 +6,7 @@
 - ``probe``: what a server can do, found out by asking
 - ``sending``: a run's requests, some at a time and what is missing only
 - ``raw``: the responses as they came, kept beside the shard
+- ``lenient``: a server's JSON and numbers, read although the form is not strict
 - ``responses``: a response of any known shape as one record
 - ``vocabulary``: the local tokenizer, for the ids that a response does not name
 - ``rows``: one response as one row of a shard
