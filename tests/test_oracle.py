@@ -22,10 +22,11 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from ruitong_lib import grid, schema
-from ruitong_lib.cell import Cell, load_grid
+from ruitong_lib.cell import Cell
 from ruitong_lib.cli import app
 from ruitong_lib.collect import finished, parts, run_cell, shard_path
 from ruitong_lib.errors import DeviceUnavailableError, RefusedError, RuitongError
+from ruitong_lib.gridfile import load_grid
 from ruitong_lib.measure import oracle
 from ruitong_lib.paths import NOTEBOOKS
 from ruitong_lib.report import distances, table
