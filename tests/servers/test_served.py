@@ -22,7 +22,8 @@ from ruitong_lib.gridfile import load_grid
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure.verdict import EXIT
 from ruitong_lib.paths import PARAMS
-from ruitong_lib.report.table import delta_rows, to_markdown
+from ruitong_lib.report.markdown import to_markdown
+from ruitong_lib.report.table import delta_rows
 
 pytestmark = [pytest.mark.served, pytest.mark.model, pytest.mark.slow]
 GRID = PARAMS / "served.yml"
