@@ -150,7 +150,7 @@ def judge(
     Raises
     ------
     RefusedError
-        See :func:`ruitong_lib.measure.compare.check`.
+        See :func:`ruitong_lib.measure.align.check`.
     """
     pair = align(reference, candidate, scoring=scoring) if pair is None else pair
     kl = metrics.kl(pair)
