@@ -32,7 +32,7 @@ from ruitong_lib.measure.align import align, axis_name, differs_in
 from ruitong_lib.measure.oracle import distances
 from ruitong_lib.measure.verdict import judge
 from ruitong_lib.prompts import load_prompts
-from ruitong_lib.report.table import number
+from ruitong_lib.report.markdown import number
 
 PRECISIONS = ("bf16", "fp16", "fp32", "w8a8")
 BATCHES = (1, 8, 32)

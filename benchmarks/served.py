@@ -18,14 +18,14 @@ from typing import Any
 import httpx
 
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect.asking import body, replay_body
-from ruitong_lib.collect.client import Client
 from ruitong_lib.collect.endpoint import prepare
-from ruitong_lib.collect.from_raw import own_anchor
 from ruitong_lib.collect.models import embedded_folder
-from ruitong_lib.collect.probe import Probe
-from ruitong_lib.collect.raw import Raw, body_of, load
-from ruitong_lib.collect.sending import Ask, Job, ask_all, what
+from ruitong_lib.collect.served.asking import body, replay_body
+from ruitong_lib.collect.served.client import Client
+from ruitong_lib.collect.served.from_raw import own_anchor
+from ruitong_lib.collect.served.probe import Probe
+from ruitong_lib.collect.served.raw import Raw, body_of, load
+from ruitong_lib.collect.served.sending import Ask, Job, ask_all, what
 from ruitong_lib.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "servers"))

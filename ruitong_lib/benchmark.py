@@ -8,9 +8,9 @@ import xarray as xr
 import yaml
 
 from ruitong_lib import paths, schema
-from ruitong_lib.cell import load_grid
 from ruitong_lib.errors import RuitongError, did_you_mean
 from ruitong_lib.grid import aggregate
+from ruitong_lib.gridfile import load_grid
 
 _KNOWN = {"name": str, "version": str, "supersedes": str, "grids": list, "published": dict, "planned": list}
 _PLANNED = ("model", "hardware", "axis", "change", "run")

@@ -14,9 +14,10 @@ from typing import Any
 import xarray as xr
 
 from ruitong_lib import paths, schema
-from ruitong_lib.cell import Cell, Grid
+from ruitong_lib.cell import Cell
 from ruitong_lib.collect import finished, parts, shard_path
 from ruitong_lib.errors import DeviceUnavailableError, RuitongError
+from ruitong_lib.gridfile import Grid
 
 log = logging.getLogger("ruitong")
 KERNEL_START_TRIES = 3
@@ -84,7 +85,7 @@ def run(grid: Grid, *, report: Callable[[Result, int, int], None] | None = None)
     Parameters
     ----------
     grid
-        From :func:`ruitong_lib.cell.load_grid`.
+        From :func:`ruitong_lib.gridfile.load_grid`.
     report
         Called after each cell with its result, the number done and the number in all.
     """

@@ -16,7 +16,8 @@ from ruitong_lib.collect import forward, run_cell
 from ruitong_lib.collect.transformers import collect
 from ruitong_lib.measure.floor import floor_for, ladder, phase_kl
 from ruitong_lib.prompts import load_prompts, render
-from ruitong_lib.report.table import delta_rows, number, to_markdown
+from ruitong_lib.report.markdown import number, to_markdown
+from ruitong_lib.report.table import delta_rows
 from ruitong_lib.testing import FAMILIES, MIXTURES, synthetic_shards, tiny_model
 
 

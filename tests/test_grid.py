@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ruitong_lib import RuitongError, grid, paths, schema
-from ruitong_lib.cell import load_grid
+from ruitong_lib.gridfile import load_grid
 
 # ipykernel says so on stderr in each kernel, and papermill's own dependencies warn about themselves
 pytestmark = pytest.mark.filterwarnings("default")

@@ -12,7 +12,7 @@ import xarray as xr
 import yaml
 
 from ruitong_lib import grid, schema
-from ruitong_lib.cell import load_grid
+from ruitong_lib.gridfile import load_grid
 from ruitong_lib.paths import NOTEBOOKS, ROOT
 
 ALL = sorted(NOTEBOOKS.glob("*.ipynb"))

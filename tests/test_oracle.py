@@ -22,13 +22,15 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from ruitong_lib import grid, schema
-from ruitong_lib.cell import Cell, load_grid
+from ruitong_lib.cell import Cell
 from ruitong_lib.cli import app
 from ruitong_lib.collect import finished, parts, run_cell, shard_path
 from ruitong_lib.errors import DeviceUnavailableError, RefusedError, RuitongError
+from ruitong_lib.gridfile import load_grid
 from ruitong_lib.measure import oracle
 from ruitong_lib.paths import NOTEBOOKS
 from ruitong_lib.report import distances, table
+from ruitong_lib.report.markdown import to_markdown
 from ruitong_lib.testing import synthetic_shards
 
 CELLS: list[dict[str, Any]] = [
@@ -236,7 +238,7 @@ class TestReports:
         assert ds.attrs["oracle"] not in {r["candidate"] for r in rows}
         by = {r["candidate"]: r["oracle"] for r in rows}
         assert {p["further"] for p in by.values()} == {"candidate", "reference", "neither"}
-        text = table.to_markdown(rows)
+        text = to_markdown(rows)
         section = text.split("## Distance to the oracle")[1].split("## Every delta")[0]
         assert section.count("\n| ") == 2 + 1 + len(rows)  # head, rule, the reference, the candidates
         assert "below resolution (" in section
@@ -248,7 +250,7 @@ class TestReports:
     def test_without_an_oracle_the_table_is_as_before(self, ds):
         oracle_cell = ds.attrs.pop("oracle")
         rows = table.delta_rows(ds)
-        assert "Distance to the oracle" not in table.to_markdown(rows)
+        assert "Distance to the oracle" not in to_markdown(rows)
         assert oracle_cell in {r["candidate"] for r in rows}
 
     def test_the_figure_orders_marks_and_names(self, ds):

@@ -9,9 +9,10 @@ import yaml
 from typer.testing import CliRunner
 
 from ruitong_lib import grid, paths, schema
-from ruitong_lib.cell import Cell, from_text, load_grid
+from ruitong_lib.cell import Cell, from_text
 from ruitong_lib.cli import app
 from ruitong_lib.errors import RuitongError
+from ruitong_lib.gridfile import load_grid
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure.align import axis_name, differs_in
 from ruitong_lib.prompts import load_prompts

@@ -16,7 +16,8 @@ from ruitong_lib import RefusedError, RuitongError, compare, schema
 from ruitong_lib.cell import Cell
 from ruitong_lib.collect import models, overflow, precision, run_cell
 from ruitong_lib.collect.transformers import collect
-from ruitong_lib.report.table import delta_rows, to_markdown
+from ruitong_lib.report.markdown import to_markdown
+from ruitong_lib.report.table import delta_rows
 from ruitong_lib.testing import tiny_model
 
 CPU = torch.device("cpu")

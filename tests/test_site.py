@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ruitong_lib.report import release, site
-from ruitong_lib.report.table import number
+from ruitong_lib.report.markdown import number
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

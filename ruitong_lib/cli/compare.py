@@ -34,7 +34,7 @@ def compare(
     from ruitong_lib.measure.oracle import against_oracle
     from ruitong_lib.measure.pairs import judge_with_floor
     from ruitong_lib.report import oracle as oracles
-    from ruitong_lib.report.table import number
+    from ruitong_lib.report.markdown import number
 
     a, b = open_shard(reference), open_shard(candidate)
     scoring = scoring or default_scoring(a, b)

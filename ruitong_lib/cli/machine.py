@@ -28,7 +28,8 @@ def grid(
     from tqdm import tqdm
 
     from ruitong_lib import grid as grids
-    from ruitong_lib.cell import from_text, load_grid
+    from ruitong_lib.cell import from_text
+    from ruitong_lib.gridfile import load_grid
 
     given = from_text(override or [])
     given |= {k: v for k, v in (("device", device), ("anchor", anchor)) if v}

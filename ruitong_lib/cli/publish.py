@@ -101,7 +101,7 @@ def submit(
     Sends nothing. Exit code 2 when a shard cannot be published as it is.
     """
     from ruitong_lib import schema, submission
-    from ruitong_lib.report.table import to_markdown
+    from ruitong_lib.report.markdown import to_markdown
 
     loaded = {str(path): schema.load(path) for path in shards}
     wrong = {path: submission.problems(ds) for path, ds in loaded.items()}

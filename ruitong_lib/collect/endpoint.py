@@ -8,13 +8,13 @@ import xarray as xr
 
 from ruitong_lib import paths, schema
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect import vocabulary
-from ruitong_lib.collect.asking import body, replay_body
-from ruitong_lib.collect.client import Client, read_key, run_async
-from ruitong_lib.collect.from_raw import Measured, build, own_anchor
-from ruitong_lib.collect.probe import Probe
-from ruitong_lib.collect.raw import Raw
-from ruitong_lib.collect.sending import Ask, Job, Progress, ask_all, warm_up, what
+from ruitong_lib.collect.served import vocabulary
+from ruitong_lib.collect.served.asking import body, replay_body
+from ruitong_lib.collect.served.client import Client, read_key, run_async
+from ruitong_lib.collect.served.from_raw import Measured, build, own_anchor
+from ruitong_lib.collect.served.probe import Probe
+from ruitong_lib.collect.served.raw import Raw
+from ruitong_lib.collect.served.sending import Ask, Job, Progress, ask_all, warm_up, what
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.prompts import ids_sha256, load_prompts, option_ids, render
 

@@ -23,7 +23,8 @@ from ruitong_lib.measure import kernels, metrics
 from ruitong_lib.measure.align import align
 from ruitong_lib.measure.compare import is_identical, jsonable
 from ruitong_lib.measure.configuration import flip_gaps
-from ruitong_lib.measure.floor import FLOOR_RUNGS, Floor, Ratio, flips_beyond_floor, ratio, rounding_class
+from ruitong_lib.measure.flips import flips_beyond_floor
+from ruitong_lib.measure.floor import FLOOR_RUNGS, Floor, Ratio, ratio, rounding_class
 
 EXIT = {"IDENTICAL": 0, "EQUIVALENT": 0, "WITHIN MARGIN": 0, "DIFFERENT": 1, "REFUSED": 2, "INCONCLUSIVE": 3}
 POWER = 2.8  # 1.96 + 0.84: a two-sided test at 5 % with 80 % power
@@ -149,7 +150,7 @@ def judge(
     Raises
     ------
     RefusedError
-        See :func:`ruitong_lib.measure.compare.check`.
+        See :func:`ruitong_lib.measure.align.check`.
     """
     pair = align(reference, candidate, scoring=scoring) if pair is None else pair
     kl = metrics.kl(pair)

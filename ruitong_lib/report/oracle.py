@@ -83,7 +83,7 @@ def _interval(value: float | None, lo: float | None, hi: float | None) -> str:
 
 
 def _number(x: float | None) -> str:
-    from ruitong_lib.report.table import number  # the table is made of this section
+    from ruitong_lib.report.markdown import number  # the table is made of this section
 
     return number(x)
 

@@ -25,7 +25,7 @@ from ruitong_lib.measure.align import axis_name, differs_in
 from ruitong_lib.measure.compare import Comparison, compare, jsonable
 from ruitong_lib.measure.pairs import Pair, judge_pairs
 from ruitong_lib.measure.verdict import EXIT, gates
-from ruitong_lib.report import table
+from ruitong_lib.report import markdown, table
 
 Row = dict[str, Any]
 STATUSES = ("collected", "in progress", "planned", "failed", "refused")
@@ -237,7 +237,7 @@ def to_markdown(document: Row) -> str:
     for key in dict.fromkeys((r["model"], r["scoring"], r["prompts"]) for r in collected):
         model, scoring, prompts = key
         rows = [r | {"status": "ok"} for r in collected if (r["model"], r["scoring"], r["prompts"]) == key]
-        text = table.to_markdown(rows, title=f"{model}, {scoring}, prompts {prompts}")
+        text = markdown.to_markdown(rows, title=f"{model}, {scoring}, prompts {prompts}")
         lines += ["", re.sub(r"^(#+ )", r"#\1", text, flags=re.M).rstrip()]
         lines += ["", *[f"- {r['change']}: `{r['run']}`" for r in rows]]
     lines += ["", "## Not collected", "", "| status | model | axis | change | why | the line that measures it |"]
@@ -311,5 +311,5 @@ def _headline(row: Row) -> list[tuple[str, Any]]:
         "L": ratio.get("lo"),
         "U": ratio.get("hi"),
     }
-    shown = [(k, table.number(v, 4) if isinstance(v, float) and math.isfinite(v) else v) for k, v in numbers.items()]
+    shown = [(k, markdown.number(v, 4) if isinstance(v, float) and math.isfinite(v) else v) for k, v in numbers.items()]
     return [("status", row["status"]), *shown, ("verdict", (row.get("verdict") or {}).get("verdict"))]

@@ -16,7 +16,7 @@ import yaml
 from ruitong_lib import paths
 from ruitong_lib.measure.verdict import Margin, margin_for
 from ruitong_lib.report import release
-from ruitong_lib.report.table import RUNG_ORDER, number
+from ruitong_lib.report.markdown import RUNG_ORDER, number
 
 Row = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"

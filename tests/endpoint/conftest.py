@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect import vocabulary
-from ruitong_lib.collect.client import Client
-from ruitong_lib.collect.vocabulary import Vocabulary
+from ruitong_lib.collect.served import vocabulary
+from ruitong_lib.collect.served.client import Client
+from ruitong_lib.collect.served.vocabulary import Vocabulary
 from ruitong_lib.prompts import Prompt, render
-from ruitong_lib.testing import _tokenizer
+from ruitong_lib.testing.models import _tokenizer
 
 V = 400
 EOS = 3

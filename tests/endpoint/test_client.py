@@ -13,9 +13,18 @@ import httpx
 import pytest
 
 from ruitong_lib import RuitongError
-from ruitong_lib.collect import client as module
 from ruitong_lib.collect import endpoint
-from ruitong_lib.collect.client import Client, Redactor, Reply, ServerError, check_url, message, read_key, run_async
+from ruitong_lib.collect.served import client as module
+from ruitong_lib.collect.served.client import (
+    Client,
+    Redactor,
+    Reply,
+    ServerError,
+    check_url,
+    message,
+    read_key,
+    run_async,
+)
 
 WAIT = Client._wait
 

@@ -14,8 +14,9 @@ from conftest import EOS, KEY, Fake, load_tokenizer, log_softmax, logits
 
 from ruitong_lib import RefusedError, RuitongError, compare, schema
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect import endpoint, finished, run_cell, shard_path, vocabulary
-from ruitong_lib.collect.client import ServerError
+from ruitong_lib.collect import endpoint, finished, run_cell, shard_path
+from ruitong_lib.collect.served import vocabulary
+from ruitong_lib.collect.served.client import ServerError
 
 Make = Callable[..., Cell]
 
@@ -303,7 +304,7 @@ class TestResume:
         monkeypatch.setattr(
             endpoint, "Client", lambda *a, **k: Client_(*a, **{**k, "transport": httpx.MockTransport(fake)})
         )
-        from ruitong_lib.collect.client import Client as Client_
+        from ruitong_lib.collect.served.client import Client as Client_
 
         path, _ = run_cell(c, progress=False)
         assert finished(c) is not None

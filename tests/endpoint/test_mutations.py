@@ -23,11 +23,13 @@ from test_sanity import PROMPT, chat, healthy
 
 from ruitong_lib import RuitongError, schema
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect import endpoint, rows
-from ruitong_lib.collect.responses import parse, parse_prompt, read_json
-from ruitong_lib.collect.rows import Row
-from ruitong_lib.collect.sanity import examine, text_differs
-from ruitong_lib.collect.vocabulary import Vocabulary
+from ruitong_lib.collect import endpoint
+from ruitong_lib.collect.served import rows
+from ruitong_lib.collect.served.lenient import read_json
+from ruitong_lib.collect.served.responses import parse, parse_prompt
+from ruitong_lib.collect.served.rows import Row
+from ruitong_lib.collect.served.sanity import examine, text_differs
+from ruitong_lib.collect.served.vocabulary import Vocabulary
 
 K = 8
 Make = Callable[..., Cell]

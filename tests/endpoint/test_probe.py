@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from ruitong_lib.cli import app
 from ruitong_lib.collect import endpoint
-from ruitong_lib.collect.probe import slope
-from ruitong_lib.collect.servers import choose_model
+from ruitong_lib.collect.served.probe import slope
+from ruitong_lib.collect.served.servers import choose_model
 from ruitong_lib.errors import RuitongError
 
 

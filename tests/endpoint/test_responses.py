@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ruitong_lib.collect.responses import Pairs, number, parse, parse_prompt, read_json, token_id
+from ruitong_lib.collect.served.lenient import Pairs, number, read_json, token_id
+from ruitong_lib.collect.served.responses import parse, parse_prompt
 
 
 class TestJson:

@@ -11,11 +11,12 @@ import pytest
 from conftest import EOS, Fake, log_softmax, logits
 
 from ruitong_lib import schema
-from ruitong_lib.collect import rows
-from ruitong_lib.collect.responses import parse, parse_prompt, read_json
-from ruitong_lib.collect.rows import Row
-from ruitong_lib.collect.sanity import examine, text_differs
-from ruitong_lib.collect.vocabulary import REPLACEMENT, Vocabulary
+from ruitong_lib.collect.served import rows
+from ruitong_lib.collect.served.lenient import read_json
+from ruitong_lib.collect.served.responses import parse, parse_prompt
+from ruitong_lib.collect.served.rows import Row
+from ruitong_lib.collect.served.sanity import examine, text_differs
+from ruitong_lib.collect.served.vocabulary import REPLACEMENT, Vocabulary
 
 K = 8
 N = 6

@@ -16,12 +16,14 @@ import yaml
 from vllm_server import Server
 
 from ruitong_lib import schema
-from ruitong_lib.cell import Cell, load_grid
+from ruitong_lib.cell import Cell
 from ruitong_lib.collect import run_cell
+from ruitong_lib.gridfile import load_grid
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure.verdict import EXIT
 from ruitong_lib.paths import PARAMS
-from ruitong_lib.report.table import delta_rows, to_markdown
+from ruitong_lib.report.markdown import to_markdown
+from ruitong_lib.report.table import delta_rows
 
 pytestmark = [pytest.mark.served, pytest.mark.model, pytest.mark.slow]
 GRID = PARAMS / "served.yml"

@@ -3,109 +3,33 @@
 Each function takes the model and a severity and is a context manager. Nothing here imports torch before it is used.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ruitong_lib.errors import RuitongError
-
-Undo = contextlib.ExitStack
-Break = Callable[[Any, float, Undo], None]
+from ruitong_lib.measure.faults import hooks
 
 
-def _fault(function: Break) -> Callable[[Any, float], contextlib.AbstractContextManager[None]]:
-    """Turn ``function(model, severity, undo)`` into a context manager that undoes what was done, in reverse order."""
-
-    @functools.wraps(function)
-    @contextlib.contextmanager
-    def broken(model: Any, severity: float) -> Iterator[None]:
-        import torch
-
-        with Undo() as undo:
-            with torch.inference_mode():
-                function(model, severity, undo)
-            yield
-
-    return broken
-
-
-def _layers(model: Any, share: float = 1.0) -> list[Any]:
-    """Return a share of the decoder's layers, evenly spread; at least one, then the middle one."""
-    layers = model.get_decoder().layers
-    n = min(len(layers), max(1, round(share * len(layers))))
-    return [layers[int((i + 0.5) * len(layers) / n)] for i in range(n)]
-
-
-def _part(owner: Any, name: str, what: str) -> Any:
-    found = getattr(owner, name, None)
-    if found is None:
-        raise RuitongError(f"this fault needs {what} ({name}), which {type(owner).__name__} does not have")
-    return found
-
-
-def _after(module: Any, change: Callable[[Any, tuple[Any, ...]], Any], undo: Undo) -> None:
-    """Replace a module's output by ``change(output, positional arguments)``."""
-    undo.callback(module.register_forward_hook(lambda _, args, out: change(out, args)).remove)
-
-
-def _before(module: Any, change: Callable[[tuple[Any, ...], dict[str, Any]], Any], undo: Undo) -> None:
-    """Replace a module's arguments by ``change(args, kwargs)``."""
-    handle = module.register_forward_pre_hook(lambda _, args, kwargs: change(args, kwargs), with_kwargs=True)
-    undo.callback(handle.remove)
-
-
-def _set(owner: Any, name: str, value: Any, undo: Undo) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
-def _overwrite(tensor: Any, new: Any, undo: Undo) -> None:
-    """Write into a weight or buffer in place, so that tied weights and views see it too."""
-    import torch
-
-    kept = tensor.data.clone()
-
-    def put_back() -> None:
-        with torch.inference_mode():
-            tensor.data.copy_(kept)
-
-    undo.callback(put_back)
-    tensor.data.copy_(new)
-
-
-def _matrices(layer: Any) -> list[Any]:
-    return [p for p in layer.parameters() if p.ndim == 2]
-
-
-def _first(out: Any) -> Any:
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _with_first(out: Any, new: Any) -> Any:
-    return (new, *out[1:]) if isinstance(out, tuple) else new
-
-
-@_fault
-def temperature(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def temperature(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Divide the logits by 1 + severity, in float32, as a sampler does."""
-    _after(model.get_output_embeddings(), lambda out, _: out.float() / (1 + severity), undo)
+    hooks.after(model.get_output_embeddings(), lambda out, _: out.float() / (1 + severity), undo)
 
 
-@_fault
-def rope_theta(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def rope_theta(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Multiply RoPE's base by the severity."""
     import torch
 
     inv_freq = _rotary(model).inv_freq
     n = len(inv_freq)
-    _overwrite(inv_freq, inv_freq * severity ** -(torch.arange(n, device=inv_freq.device) / n), undo)
+    hooks.overwrite(inv_freq, inv_freq * severity ** -(torch.arange(n, device=inv_freq.device) / n), undo)
 
 
-@_fault
-def rope_offset(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def rope_offset(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Rotate every query ``severity`` positions further than its key.
 
     One offset for queries and keys alike would change nothing: RoPE sees differences only.
@@ -121,25 +45,25 @@ def rope_offset(model: Any, severity: float, undo: Undo) -> None:
 
         return (q * cos + torch.cat((-b, a), dim=-1) * sin).to(out.dtype).reshape(out.shape)
 
-    for layer in _layers(model):
+    for layer in hooks.layers(model):
         # A norm of the queries stands between the projection and RoPE, and does not commute with a rotation.
-        last = getattr(layer.self_attn, "q_norm", None) or _part(layer.self_attn, "q_proj", "a query projection")
-        _after(last, turn, undo)
+        last = getattr(layer.self_attn, "q_norm", None) or hooks.part(layer.self_attn, "q_proj", "a query projection")
+        hooks.after(last, turn, undo)
 
 
 def _rotary(model: Any) -> Any:
-    return _part(model.get_decoder(), "rotary_emb", "rotary position embeddings")
+    return hooks.part(model.get_decoder(), "rotary_emb", "rotary position embeddings")
 
 
-@_fault
-def attention_scale(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def attention_scale(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Multiply the scale of attention by 1 + severity."""
-    for layer in _layers(model):
-        _set(layer.self_attn, "scaling", _part(layer.self_attn, "scaling", "a scale") * (1 + severity), undo)
+    for layer in hooks.layers(model):
+        hooks.put(layer.self_attn, "scaling", hooks.part(layer.self_attn, "scaling", "a scale") * (1 + severity), undo)
 
 
-@_fault
-def causal_leak(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def causal_leak(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Let each position see the next one, in a share of the layers."""
     import torch
 
@@ -147,11 +71,13 @@ def causal_leak(model: Any, severity: float, undo: Undo) -> None:
         next_row = torch.cat((allowed[..., 1:, :], allowed[..., -1:, :]), dim=-2)
         return allowed | next_row
 
-    for layer in _layers(model, severity):
+    for layer in hooks.layers(model, severity):
         _change_mask(model, layer, leak, undo)
 
 
-def _change_mask(model: Any, layer: Any, change: Callable[[Any], Any], undo: Undo, *, continuing: bool = False) -> None:
+def _change_mask(
+    model: Any, layer: Any, change: Callable[[Any], Any], undo: hooks.Undo, *, continuing: bool = False
+) -> None:
     """Change which keys a query may see: ``change`` gets and gives (1 or batch, 1, query, key), True where it may."""
     import torch
 
@@ -172,59 +98,59 @@ def _change_mask(model: Any, layer: Any, change: Callable[[Any], Any], undo: Und
             allowed = torch.zeros(allowed.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~allowed, floor)
         return args, {**kwargs, "attention_mask": allowed}
 
-    _before(layer.self_attn, rewrite, undo)
+    hooks.before(layer.self_attn, rewrite, undo)
 
 
-@_fault
-def rms_eps(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def rms_eps(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Multiply the epsilon of every RMSNorm by the severity."""
     norms = [m for m in model.modules() if hasattr(m, "variance_epsilon")]
     if not norms:
         raise RuitongError("this fault needs RMSNorm (variance_epsilon), which the model does not have")
     for norm in norms:
-        _set(norm, "variance_epsilon", norm.variance_epsilon * severity, undo)
+        hooks.put(norm, "variance_epsilon", norm.variance_epsilon * severity, undo)
 
 
-@_fault
-def layer_weak(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def layer_weak(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Leave out a share of what the middle layer adds; 1 drops the layer."""
 
     def weaken(out: Any, args: tuple[Any, ...]) -> Any:
-        return _with_first(out, args[0] + (1 - severity) * (_first(out) - args[0]))
+        return hooks.with_first(out, args[0] + (1 - severity) * (hooks.first(out) - args[0]))
 
-    _after(_layers(model, 0)[0], weaken, undo)
+    hooks.after(hooks.layers(model, 0)[0], weaken, undo)
 
 
-@_fault
-def layer_noise(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def layer_noise(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Add Gaussian noise to the middle layer's matrices, ``severity`` times their own standard deviation."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    for w in _matrices(_layers(model, 0)[0]):
+    for w in hooks.matrices(hooks.layers(model, 0)[0]):
         noise = torch.randn(w.shape, generator=generator).to(w.device)
-        _overwrite(w, w.float() + severity * w.float().std() * noise, undo)
+        hooks.overwrite(w, w.float() + severity * w.float().std() * noise, undo)
 
 
-@_fault
-def layer_stale(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def layer_stale(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Move the middle layer's weights towards those of the layer before it; 1 is a copy of that layer."""
     layers = list(model.get_decoder().layers)
-    middle = layers.index(_layers(model, 0)[0])
+    middle = layers.index(hooks.layers(model, 0)[0])
     for w, other in zip(layers[middle].parameters(), layers[middle - 1].parameters(), strict=True):
-        _overwrite(w, w.float() + severity * (other.float() - w.float()), undo)
+        hooks.overwrite(w, w.float() + severity * (other.float() - w.float()), undo)
 
 
-@_fault
-def swapped_heads(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def swapped_heads(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Swap the outputs of the first and the last query head, in a share of the layers."""
-    for layer in _layers(model, severity):
+    for layer in hooks.layers(model, severity):
         heads = model.config.num_attention_heads
         _reorder_input(layer.self_attn, [heads - 1, *range(1, heads - 1), 0], undo)
 
 
-@_fault
-def gqa_mixup(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def gqa_mixup(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Let query head h read group h mod n instead of h div (heads / n), in a share of the layers.
 
     The heads go to the places that read the wrong group, and their outputs come back to their own.
@@ -234,9 +160,9 @@ def gqa_mixup(model: Any, severity: float, undo: Undo) -> None:
         raise RuitongError(f"this fault needs grouped heads; the model has {heads} query heads and {groups} groups")
     place = [(h % groups) * (heads // groups) + h // groups for h in range(heads)]
     back = np.argsort(place).tolist()
-    for layer in _layers(model, severity):
+    for layer in hooks.layers(model, severity):
         attention = layer.self_attn
-        _after(_part(attention, "q_proj", "a query projection"), lambda q, _: _reorder(q, back, heads), undo)
+        hooks.after(hooks.part(attention, "q_proj", "a query projection"), lambda q, _: _reorder(q, back, heads), undo)
         _reorder_input(attention, place, undo)
 
 
@@ -244,13 +170,13 @@ def _reorder(x: Any, order: Sequence[int], heads: int) -> Any:
     return x.unflatten(-1, (heads, -1))[..., list(order), :].flatten(-2)
 
 
-def _reorder_input(attention: Any, order: Sequence[int], undo: Undo) -> None:
+def _reorder_input(attention: Any, order: Sequence[int], undo: hooks.Undo) -> None:
     """Give the output projection its heads in another order."""
 
     def change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return (_reorder(args[0], order, len(order)), *args[1:]), kwargs
 
-    _before(_part(attention, "o_proj", "an output projection"), change, undo)
+    hooks.before(hooks.part(attention, "o_proj", "an output projection"), change, undo)
 
 
 def rounded(w: Any, kind: str) -> Any:
@@ -265,32 +191,32 @@ def rounded(w: Any, kind: str) -> Any:
     return (w / scale).round().clamp(-most, most) * scale
 
 
-def _round_layers(model: Any, share: float, kind: str, undo: Undo) -> None:
-    for layer in _layers(model, share):
-        for w in _matrices(layer):
-            _overwrite(w, rounded(w, kind), undo)
+def _round_layers(model: Any, share: float, kind: str, undo: hooks.Undo) -> None:
+    for layer in hooks.layers(model, share):
+        for w in hooks.matrices(layer):
+            hooks.overwrite(w, rounded(w, kind), undo)
 
 
-@_fault
-def int8_weights(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def int8_weights(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Round the matrices of a share of the layers to int8."""
     _round_layers(model, severity, "int8", undo)
 
 
-@_fault
-def fp8_weights(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def fp8_weights(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Round the matrices of a share of the layers to fp8 (E4M3)."""
     _round_layers(model, severity, "fp8", undo)
 
 
-@_fault
-def int4_weights(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def int4_weights(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Round the matrices of a share of the layers to int4."""
     _round_layers(model, severity, "int4", undo)
 
 
-@_fault
-def w8a8(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def w8a8(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Round weights to int8 by output channel and activations to int8 by token, in a share of the layers."""
     import torch
 
@@ -298,39 +224,43 @@ def w8a8(model: Any, severity: float, undo: Undo) -> None:
         return (rounded(args[0], "int8").to(args[0].dtype), *args[1:]), kwargs
 
     _round_layers(model, severity, "int8", undo)
-    for layer in _layers(model, severity):
+    for layer in hooks.layers(model, severity):
         for module in layer.modules():
             if isinstance(module, torch.nn.Linear):
-                _before(module, quantised, undo)
+                hooks.before(module, quantised, undo)
 
 
-@_fault
-def saturation(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def saturation(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Clamp what each layer hands on to ± severity."""
-    for layer in _layers(model):
-        _after(layer, lambda out, _: _with_first(out, _first(out).clamp(-severity, severity)), undo)
+    for layer in hooks.layers(model):
+        hooks.after(layer, lambda out, _: hooks.with_first(out, hooks.first(out).clamp(-severity, severity)), undo)
 
 
-@_fault
-def fp16_overflow(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def fp16_overflow(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Clamp the MLP's product at fp16's 65504 after a scale of 2^severity."""
     most = 65504 / 2**severity
-    for layer in _layers(model):
-        _after(_part(layer, "mlp", "an MLP"), lambda out, _: _with_first(out, _first(out).clamp(-most, most)), undo)
+    for layer in hooks.layers(model):
+        hooks.after(
+            hooks.part(layer, "mlp", "an MLP"),
+            lambda out, _: hooks.with_first(out, hooks.first(out).clamp(-most, most)),
+            undo,
+        )
 
 
-@_fault
-def lm_head(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def lm_head(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Compute the logits with an output embedding of ``severity`` bits; a tied input embedding keeps its own."""
     import torch
 
     head = model.get_output_embeddings()
     weight = rounded(head.weight, f"int{int(severity)}").to(head.weight.dtype)
-    _after(head, lambda _, args: torch.nn.functional.linear(args[0], weight, head.bias), undo)
+    hooks.after(head, lambda _, args: torch.nn.functional.linear(args[0], weight, head.bias), undo)
 
 
-@_fault
-def top1_demoted(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def top1_demoted(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Exchange the best logit and the fifth at one scored position in ``severity``, counted over the whole run."""
     import torch
 
@@ -348,11 +278,11 @@ def top1_demoted(model: Any, severity: float, undo: Undo) -> None:
         new[which] = picked.scatter(1, best[:, [0, 4]], picked.gather(1, best[:, [4, 0]]))
         return new.reshape(out.shape)
 
-    _after(model.get_output_embeddings(), demote, undo)
+    hooks.after(model.get_output_embeddings(), demote, undo)
 
 
-@_fault
-def kv_position(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def kv_position(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Give tokens that are read after the cache was filled a position ``severity`` too high."""
 
     def shift(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -361,11 +291,11 @@ def kv_position(model: Any, severity: float, undo: Undo) -> None:
             return args, kwargs  # the pass that fills the cache
         return args[:1], {**kwargs, "position_ids": positions + int(severity)}
 
-    _before(_rotary(model), shift, undo)
+    hooks.before(_rotary(model), shift, undo)
 
 
-@_fault
-def kv_length(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def kv_length(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Hide the last ``severity`` cached entries from the tokens that follow."""
 
     def hide(allowed: Any) -> Any:
@@ -374,17 +304,17 @@ def kv_length(model: Any, severity: float, undo: Undo) -> None:
         out[..., max(0, past - int(severity)) : past] = False
         return out
 
-    for layer in _layers(model):
+    for layer in hooks.layers(model):
         _change_mask(model, layer, hide, undo, continuing=True)
 
 
-@_fault
-def kv_values(model: Any, severity: float, undo: Undo) -> None:
+@hooks.fault
+def kv_values(model: Any, severity: float, undo: hooks.Undo) -> None:
     """Move the cached values one slot away from their keys, once, in a share of the layers.
 
     The cache belongs to one batch and is thrown away with it, so it needs no restoring.
     """
-    for layer in _layers(model, severity):
+    for layer in hooks.layers(model, severity):
         index = layer.self_attn.layer_idx
 
         def roll(args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> Any:
@@ -394,4 +324,4 @@ def kv_values(model: Any, severity: float, undo: Undo) -> None:
                 cache.layers[index].rolled = True
             return args, kwargs
 
-        _before(layer.self_attn, roll, undo)
+        hooks.before(layer.self_attn, roll, undo)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ruitong_lib.cell import slug
-from ruitong_lib.collect.client import Reply
-from ruitong_lib.collect.responses import read_json
+from ruitong_lib.collect.served.client import Reply
+from ruitong_lib.collect.served.lenient import read_json
 
 
 def request_sha256(path: str, body: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ruitong_lib.cell import Cell
 from ruitong_lib.collect import models
-from ruitong_lib.collect.responses import Entry
+from ruitong_lib.collect.served.responses import Entry
 from ruitong_lib.errors import RuitongError
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole character

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ruitong_lib.cell import Cell
-from ruitong_lib.collect.asking import Route, body, messages
-from ruitong_lib.collect.client import Client, Reply, ServerError, message
-from ruitong_lib.collect.raw import Raw, body_of, request_sha256
-from ruitong_lib.collect.responses import Answer, parse
-from ruitong_lib.collect.vocabulary import Vocabulary
+from ruitong_lib.collect.served.asking import Route, body, messages
+from ruitong_lib.collect.served.client import Client, Reply, ServerError, message
+from ruitong_lib.collect.served.raw import Raw, body_of, request_sha256
+from ruitong_lib.collect.served.responses import Answer, parse
+from ruitong_lib.collect.served.vocabulary import Vocabulary
 from ruitong_lib.prompts import PromptSet, render
 
 log = logging.getLogger("ruitong")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ruitong_lib.collect.client import Client, Reply, message
+from ruitong_lib.collect.served.client import Client, Reply, message
 from ruitong_lib.prompts import Prompt
 
 PATHS = {"completions": "/completions", "text": "/completions", "chat": "/chat/completions", "native": "//completion"}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
-from ruitong_lib.collect.responses import read_json
+from ruitong_lib.collect.served.lenient import read_json
 from ruitong_lib.errors import RuitongError
 
 if TYPE_CHECKING:

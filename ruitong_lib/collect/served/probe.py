@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from ruitong_lib.collect.asking import Route, body, first_route, replay_body, settle
-from ruitong_lib.collect.client import Client, Reply, ServerError, message
-from ruitong_lib.collect.responses import Answer, Position, parse, parse_prompt
-from ruitong_lib.collect.servers import choose_model, identify
-from ruitong_lib.collect.vocabulary import Vocabulary
+from ruitong_lib.collect.served.asking import Route, body, first_route, replay_body, settle
+from ruitong_lib.collect.served.client import Client, Reply, ServerError, message
+from ruitong_lib.collect.served.responses import Answer, Position, parse, parse_prompt
+from ruitong_lib.collect.served.servers import choose_model, identify
+from ruitong_lib.collect.served.vocabulary import Vocabulary
 from ruitong_lib.prompts import Prompt, render
 
 KS = (1, 5, 20, 50, 100, 200)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ruitong_lib import schema
-from ruitong_lib.collect.responses import Answer, Entry, Position, Scored
-from ruitong_lib.collect.vocabulary import REPLACEMENT, Vocabulary
+from ruitong_lib.collect.served.responses import Answer, Entry, Position, Scored
+from ruitong_lib.collect.served.vocabulary import REPLACEMENT, Vocabulary
 
 # Above 0 by less than this is rounding of a probability of 1.
 ROUNDING = 1e-6

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from ruitong_lib.collect.client import Client, ServerError, message
+from ruitong_lib.collect.served.client import Client, ServerError, message
 from ruitong_lib.errors import RuitongError, did_you_mean
 
 

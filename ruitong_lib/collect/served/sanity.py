@@ -9,9 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from ruitong_lib.collect.responses import Entry
-from ruitong_lib.collect.rows import Finding, Row
-from ruitong_lib.collect.vocabulary import REPLACEMENT, Vocabulary
+from ruitong_lib.collect.served.responses import Entry
+from ruitong_lib.collect.served.rows import Finding, Row
+from ruitong_lib.collect.served.vocabulary import REPLACEMENT, Vocabulary
 
 # Positions that cannot be used are left out of a comparison and counted. With more than this share of them, what is
 # left speaks for other positions than those that were asked for.
@@ -32,7 +32,7 @@ def examine(row: Row, words: Vocabulary, *, k: int, greedy: bool) -> Row:
     Parameters
     ----------
     row
-        From :mod:`ruitong_lib.collect.rows`.
+        From :mod:`ruitong_lib.collect.served.rows`.
     words
         The local tokenizer: the size of its vocabulary bounds the mass that the alternatives can leave out.
     k

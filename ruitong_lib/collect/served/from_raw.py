@@ -12,12 +12,12 @@ import xarray as xr
 
 from ruitong_lib import provenance, schema
 from ruitong_lib.cell import SERVERS_OWN
-from ruitong_lib.collect import rows, vocabulary
-from ruitong_lib.collect.asking import Route
-from ruitong_lib.collect.raw import body_of, busy_seconds, load
-from ruitong_lib.collect.responses import parse, parse_prompt
-from ruitong_lib.collect.sanity import examine, text_differs
-from ruitong_lib.collect.sending import Job
+from ruitong_lib.collect.served import rows, vocabulary
+from ruitong_lib.collect.served.asking import Route
+from ruitong_lib.collect.served.raw import body_of, busy_seconds, load
+from ruitong_lib.collect.served.responses import parse, parse_prompt
+from ruitong_lib.collect.served.sanity import examine, text_differs
+from ruitong_lib.collect.served.sending import Job
 from ruitong_lib.prompts import ids_sha256
 
 log = logging.getLogger("ruitong")
