@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from ruitong_lib import grid, schema
-from ruitong_lib.cell import load_grid
 from ruitong_lib.collect import run_cell
+from ruitong_lib.gridfile import load_grid
 from ruitong_lib.measure import claim
 from ruitong_lib.measure.compare import compare
 from ruitong_lib.measure.floor import pair_kl
