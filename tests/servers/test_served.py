@@ -48,7 +48,8 @@ class Collected(NamedTuple):
 
 @pytest.fixture(scope="session")
 def collected(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    grid = load_grid(GRID, outputs=str(tmp_path_factory.mktemp("outputs")))
+    # half as many tokens as the grid: enough positions, half the time
+    grid = load_grid(GRID, outputs=str(tmp_path_factory.mktemp("outputs")), max_new_tokens=16)
     anchor, ds = run_cell(grid.anchor, progress=False)
     shards, served, reference = {anchor.stem: ds}, {}, ""
     for c in grid.cells:
@@ -87,7 +88,7 @@ def test_transformers_against_vllm_is_a_row_with_its_floor(collected: Collected)
     assert row["change"] == "transformers → endpoint"
     assert row["floor"]["rung"] == "batch size"
     assert row["n_prompts"] == row["ratio"]["n_prompts"] == N_PROMPTS
-    assert row["n_positions"] > 500
+    assert row["n_positions"] > 400
     # Two engines, one model: bf16 apart. Positions shifted by one, or another template, are whole nats.
     assert 1e-8 < row["metrics"]["kl"]["value"] < 0.02
     assert row["metrics"]["top1_agreement"]["value"] > 0.95
@@ -100,7 +101,7 @@ def test_transformers_against_vllm_is_a_row_with_its_floor(collected: Collected)
 def test_the_replay_of_the_server_agrees_with_its_own_decode(collected: Collected) -> None:
     phase = floors.phase_kl(collected.shard(collected.served[1]))
     assert phase is not None
-    assert int(phase.notnull().sum()) > 300
+    assert int(phase.notnull().sum()) > 200
     batch = max(
         float(f.mean_kl) for f in floors.ladder(collected.aggregate) if (f.rung, f.engine) == ("batch size", "endpoint")
     )
