@@ -22,6 +22,7 @@ from ruitong_lib.collect import replicas
 from ruitong_lib.collect.replicas import Bench, Replica
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.measure import calibrate, faults, operating, record, scores
+from ruitong_lib.measure import design as designs
 from ruitong_lib.measure.design import Design, lay_out, load_design
 from ruitong_lib.paths import NOTEBOOKS, PARAMS, ROOT
 from ruitong_lib.report import power
@@ -387,7 +388,6 @@ def test_the_command_checks_and_prints(ran: dict[str, Any], monkeypatch: pytest.
     [
         ({"fault": "all"}, "unknown key 'fault'. Did you mean 'faults'"),
         ({"faults": ["rope"]}, "fault must be one of"),
-        ({"held_out": [{"batch_size": 1}, {"order": 1}]}, "stands there twice"),
         ({"held_out": [{"order": 1, "batch_size": 9}]}, "must hold pairs of cells"),
         ({"blocks": {"calibration": 5, "held_out": 1, "faults": 2}}, "blocks.faults must be at most"),
         ({"hands": {"calibration": 5}}, "hands must give calibration and held_out"),
@@ -398,6 +398,60 @@ def test_a_design_says_what_is_wrong(change: Any, message: str, tmp_path: Path) 
     file.write_text(yaml.safe_dump(document(tmp_path) | change), encoding="utf-8")
     with pytest.raises(RuitongError, match=message):
         load_design(file)
+
+
+def test_a_cell_that_stands_there_twice_is_found_however_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "d.yml"
+    file.write_text(
+        yaml.safe_dump(document(tmp_path) | {"held_out": [{"batch_size": 1, "order": 0}, {"batch_size": 7}]}),
+        encoding="utf-8",
+    )
+    with pytest.raises(RuitongError, match="the cell sdpa-b1 stands there twice"):
+        designs.replicas(load_design(file), "calibration")
+
+
+def test_cross_validation_by_hand() -> None:
+    """Each replicate against thresholds made without its pair and its block, one at a time."""
+    rng = np.random.default_rng(3)
+    pair, block = (x.ravel() for x in np.meshgrid(range(6), range(7), indexing="ij"))
+    table = pd.DataFrame(
+        {"pair": pair, "block": block, "kl": rng.gamma(2, size=42), "top1_flips": rng.integers(0, 3, 42) / 10}
+    )
+    names, expected = ["kl", "top1_flips"], []
+    for i in range(42):
+        rest = table[(pair != pair[i]) & (block != block[i])].reset_index(drop=True)
+        theirs = [
+            scores.compound(rest.iloc[[j]], rest[(rest["pair"] != r["pair"]) & (rest["block"] != r["block"])], names)[0]
+            for j, r in rest.iterrows()
+        ]
+        own = scores.compound(table.iloc[[i]], rest, names)[0]
+        expected.append(own > scores.order_statistic(np.array(theirs), 0.8))
+    found = scores.cross_validated_alarms(table, names, 0.8)
+    assert found.tolist() == expected
+    assert 0 < found.sum() < 21
+
+
+def test_what_is_not_known_is_no_zero() -> None:
+    reference, candidate = synthetic_shards([{}, {"noise": 0.3}], n_prompts=2, decode=False).shards
+    blocks = {str(p): i for i, p in enumerate(reference["prompt"].values)}
+    whole = scores.block_scores(reference, candidate, blocks)
+    for shard in (reference, candidate):
+        shard["entropy"].values[0, 1, 0, 1:] = np.nan
+        shard["entropy"].values[0, 1, 1] = np.nan
+    part = scores.block_scores(reference, candidate, blocks)
+    first = candidate["entropy"].values[0, 1, 0, 0].astype(float) - reference["entropy"].values[0, 1, 0, 0]
+    assert part.loc[0, "entropy_shift"] == pytest.approx(abs(first))  # the mean of one, not one in many
+    assert np.isnan(part.loc[1, "entropy_shift"])
+    assert part["kl"].tolist() == whole["kl"].tolist()
+
+
+def test_n_eff_that_cannot_be_estimated_is_small() -> None:
+    pair, block = (x.ravel() for x in np.meshgrid(range(10), range(18), indexing="ij"))
+    table = pd.DataFrame({"pair": pair, "block": block})
+    tied = np.isin(block, (1, 2, 3, 4)).astype(float)  # more than a fifth: nothing lies above the cut
+    assert scores.effective_replicates(table, tied) == 10
+    kept = pair != block  # each pair lost a replicate
+    assert scores.effective_replicates(table[kept], np.random.default_rng(0).random(180)[kept]) == 10
 
 
 def test_bit_identical_replicates_are_left_out() -> None:

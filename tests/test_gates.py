@@ -1,6 +1,7 @@
 """Gates: the shipped items, the shard's option logprobs, the table of answers, and its bounds."""
 
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -212,6 +213,9 @@ SET = [
 ]  # fmt: skip
 
 
+COUNT = itertools.count()
+
+
 def shard(
     texts: dict[str, str] | None = None,
     margins: dict[str, float] | None = None,
@@ -225,7 +229,7 @@ def shard(
     coords |= {"prompts": "made", "precision": "bf16", **fields}
     ds = schema.new_shard(
         coords,
-        f"made.{name}.00000000",
+        f"made.{name}.{next(COUNT):08x}",
         {"prompt": [i.id for i in items], "category": [i.gate for i in items], "language": ["en"] * len(items)},
         n_positions=1,
         k=3,
@@ -342,7 +346,7 @@ class TestRefusals:
         with pytest.raises(RefusedError, match=r"'mine\.yml' of .* is not here; give its file"):
             gates.gate_items(elsewhere)
         assert gates.gate_items(elsewhere, str(path)) == tuple(SET)
-        with pytest.raises(RefusedError, match=r"has SHA-256 .* here, made\.a\.00000000 was collected with abc…"):
+        with pytest.raises(RefusedError, match=r"has SHA-256 .* here, made\.a\.[0-9a-f]{8} was collected with abc…"):
             gates.gate_items(self.with_set(str(path), "abc"))
         with pytest.raises(RefusedError, match=r"set .gates-61. of .* is not here; give its file .*Did you mean"):
             gates.gate_items(self.with_set("gates-61", "abc"))
@@ -423,14 +427,14 @@ class TestTable:
             ("constrained", "all"),
         ]
         r = rows[("free", "all")]
-        assert (r["n"], r["silent"]) == (12, 0)  # t3 is silent here, but not in the floor
+        assert (r["n"], r["silent"]) == (11, 1)  # t3 is silent on both sides; that the floor answers it shows nothing
         assert (r["changed"], r["floor_changed"], r["beyond"]) == (4, 2, 3)  # t1 t5 n0 n3; n0 n2; t1 t5 n3
-        assert r["difference"] == pytest.approx(2 / 12)
-        assert (r["unparseable_reference"], r["unparseable_candidate"]) == (2, 1)
+        assert r["difference"] == pytest.approx(2 / 11)
+        assert (r["unparseable_reference"], r["unparseable_candidate"]) == (1, 0)
         assert (r["lost"], r["gained"]) == (2, 2)  # t5 n0; t1 n3
         assert r["p_direction"] == stats.binomtest(2, 4).pvalue
-        assert r["beyond_bound"] == shares.upper_bound(3, 12)
-        assert r["floor_bound"] == shares.upper_bound(2, 12)
+        assert r["beyond_bound"] == shares.upper_bound(3, 11)
+        assert r["floor_bound"] == shares.upper_bound(2, 11)
         assert r["floor"] == "batch size"
         assert rows[("free", "numeric")]["changed"] == 2
         alone = free(gate_table(a, b, items=SET))
@@ -479,6 +483,27 @@ class TestTable:
         r = free(gate_table(a, b, tuple(floor), items=items))
         assert r["verdict"] == verdict
         assert r["difference"] == pytest.approx((changed - floor_changed) / 300)
+
+    @pytest.mark.parametrize(
+        ("n", "changed", "beyond", "floor_only", "verdict"),
+        [
+            (400, 108, 8, 100, "INCONCLUSIVE"),  # few beyond a floor that explains almost anything
+            (354, 180, 5, 170, "INCONCLUSIVE"),
+            (300, 0, 0, 60, "EQUIVALENT"),  # nothing changed at all
+            (354, 6, 4, 3, "EQUIVALENT"),
+        ],
+    )
+    def test_a_noisy_floor_excuses_nothing(self, n, changed, beyond, floor_only, verdict):
+        found = shares.decide(n, changed, beyond, floor_only)
+        assert found["verdict"] == verdict
+        assert ("noisy by itself" in found["reason"]) == (verdict == "INCONCLUSIVE")
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_pair_is_not_its_own_floor(self, order):
+        items, a, b = big(300, 200)
+        b = b.assign_coords(cell=["other"])
+        with pytest.raises(RefusedError, match="the floor is this pair itself"):
+            gate_table(a, b, (a, b)[::order], items=items)
 
     def test_the_price_of_a_small_excess(self):
         """A pair whose excess is exactly the margin is called equivalent in at most 5 % of samples."""

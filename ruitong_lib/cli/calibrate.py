@@ -39,7 +39,10 @@ def calibrate(
         if as_json:
             print_json({"stale": causes, "not_looked_at": unseen})
         else:
-            print(*[f"stale: {c}" for c in causes] or ["the thresholds follow from their inputs"], sep="\n")
+            sound = (
+                "the thresholds follow from their inputs" if not unseen else "nothing that could be looked at is stale"
+            )
+            print(*[f"stale: {c}" for c in causes] or [sound], sep="\n")
             print(*[f"not looked at: {u}" for u in unseen], sep="\n", end="\n" if unseen else "")
         raise typer.Exit(1 if causes else 0)
     result = run(design, outputs=outputs, say=lambda line: print(line, file=sys.stderr, flush=True))

@@ -105,7 +105,7 @@ def of_pairs(shards: Mapping[str, xr.Dataset], floor: tuple[str, str]) -> list[d
     """Return the rows of every two of some shards; ``floor`` names two of them. Refused pairs are left out."""
     rows = []
     for a, b in itertools.combinations(shards, 2):
-        ends = None if (a, b) == floor else (shards[floor[0]], shards[floor[1]])
+        ends = None if {a, b} == set(floor) else (shards[floor[0]], shards[floor[1]])
         try:
             rows += drift_and_answers(shards[a], shards[b], ends, names=(a, b))
         except RefusedError:

@@ -56,7 +56,7 @@ def load_design(path: str | Path) -> Design:
     Raises
     ------
     RuitongError
-        For an unreadable file, an unknown key, a cell given twice, an odd number of cells, or an unknown fault.
+        For an unreadable file, an unknown key, an odd number of cells, or an unknown fault.
     """
     path = paths.found(str(path))
     try:
@@ -71,10 +71,6 @@ def load_design(path: str | Path) -> Design:
     missing = [k for k in _KEYS if k not in document and k != "description"]
     if missing:
         raise RuitongError(f"{path} lacks {', '.join(missing)}; params/demo-gates.yml shows each key")
-    cells = [c for side in SIDES for c in document[side]]
-    twice = next((c for i, c in enumerate(cells) if c in cells[:i]), None)
-    if twice is not None:
-        raise RuitongError(f"{path}: the cell {twice} stands there twice; no two pairs may share a cell")
     for side in SIDES:
         if len(document[side]) % 2 or not document[side]:
             raise RuitongError(f"{path}: {side} must hold pairs of cells, got {len(document[side])} cells")
@@ -149,10 +145,21 @@ def lay_out(design: Design, tokenizer: Any) -> Layout:
 
 
 def replicas(design: Design, side: str) -> list["Replica"]:
-    """Return the cells of a side; two that follow each other are a pair."""
+    """Return the cells of a side; two that follow each other are a pair.
+
+    Raises
+    ------
+    RuitongError
+        For a field that is not known, or a cell that stands in the design twice, on whichever side.
+    """
     from ruitong_lib.collect.replicas import Replica
 
     try:
-        return [Replica(**cell) for cell in design.document[side]]
+        every = {s: [Replica(**cell) for cell in design.document[s]] for s in SIDES}
     except TypeError as e:
-        raise RuitongError(f"{side}: a cell has a field that is not known: {e}") from e
+        raise RuitongError(f"{design.name}: a cell has a field that is not known: {e}") from e
+    cells = [c for s in SIDES for c in every[s]]
+    twice = next((c for i, c in enumerate(cells) if c in cells[:i]), None)
+    if twice is not None:
+        raise RuitongError(f"{design.name}: the cell {twice.name} stands there twice; no two pairs may share a cell")
+    return every[side]

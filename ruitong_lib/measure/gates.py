@@ -282,6 +282,11 @@ def gate_table(
     changed less the upper bound of those that only the floor changed, each one-sided at 97.5 %.
     """
     items = gate_items(reference) if items is None else items
+    if floor is not None and _labels(*floor) == _labels(reference, candidate):
+        raise RefusedError(
+            "the floor is this pair itself, so nothing could lie beyond it; give two other cells that differ only in "
+            "something that should not matter"
+        )
     gate_of = {i.id: i.gate for i in items}
     with_options = {i.id for i in items if i.options} & set(map(str, reference["prompt"].values))
     table = answer_table(reference, candidate, floor=floor, items=items, forms=forms)
@@ -298,7 +303,7 @@ def gate_table(
         if of_floor is not None:
             _same_items(of_form, of_floor, form)
             of_floor = of_floor.loc[of_form.index]
-        spoken = _answered(of_form) | (False if of_floor is None else _answered(of_floor))
+        spoken = _answered(of_form)
         for gate in (*dict.fromkeys(of_form["gate"]), "all"):
             inside = of_form["gate"].eq(gate) | (gate == "all")
             part, n_silent = of_form[inside & spoken], int((inside & ~spoken).sum())
@@ -309,6 +314,10 @@ def gate_table(
                 row["unscored"] = len({p for p in with_options if gate in ("all", gate_of[p])} - set(of_form.index))
             rows.append(row)
     return rows
+
+
+def _labels(*sides: xr.Dataset) -> set[str]:
+    return {str(one_cell(s, "shard")["cell"].item()) for s in sides}
 
 
 def _answered(table: pd.DataFrame) -> pd.Series:

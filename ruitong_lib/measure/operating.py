@@ -15,6 +15,7 @@ from ruitong_lib.measure.align import align
 from ruitong_lib.measure.design import SIDES, Design, Layout
 from ruitong_lib.measure.faults import FAULTS
 from ruitong_lib.measure.gates import gate_table
+from ruitong_lib.measure.shares import decide
 from ruitong_lib.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 POWER = 0.8
 _FORM = ("constrained",)
+_NUMBERS = ("anchor_logprob", "top_token_id", "top_logprob", "entropy")
 
 
 class Shards(Protocol):
@@ -73,7 +75,9 @@ def analyse(design: Design, layout: Layout, store: Shards, cells: Mapping[str, S
         table, facts = _fault(design, store, layout, shards["held_out"], name, severity)
         alarms = scores.alarms_of(table, found)
         hits = {s: int(alarms[s].sum()) for s in alarms}
-        ratio = float(table["kl"].mean() / tables["held_out"]["kl"].mean())
+        sound = tables["held_out"]
+        sound = sound[(sound["pair"] == pair_of(design, name, severity)) & sound["block"].isin(table["block"])]
+        ratio = float(table["kl"].mean() / sound["kl"].mean())  # the same pair and blocks, unbroken
         rows.append(
             {"fault": name, "severity": severity, "blocks": len(table), "kl_over_floor": ratio, "hits": hits} | facts
         )
@@ -139,7 +143,9 @@ def _gate_alarms(shards: Mapping[str, Sequence[xr.Dataset]], items: Sequence[Pro
     """Judge the constrained answers of every floor pair, with the next pair of its side as the floor.
 
     The gate's margin is not calibrated here, so both sides count. A row a gate, with the exact 95 % interval of the
-    share of pairs that were called DIFFERENT (Clopper and Pearson 1934, doi:10.1093/biomet/26.4.404).
+    share of pairs that were called DIFFERENT (Clopper and Pearson 1934, doi:10.1093/biomet/26.4.404) and
+    ``needed``, the changes of a pair that would do: where the items are few this is far more than a floor ever changes,
+    and no alarm says little.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for side in shards.values():
@@ -149,12 +155,14 @@ def _gate_alarms(shards: Mapping[str, Sequence[xr.Dataset]], items: Sequence[Pro
                 found.setdefault(row["gate"], []).append(row)
     rows = []
     for gate, judged in found.items():
+        n = max(r["n"] for r in judged)
+        needed = next((k for k in range(n + 1) if decide(n, k, k, 0)["verdict"] == "DIFFERENT"), None)
         k = sum(r["verdict"] == "DIFFERENT" for r in judged)
         rate = stats.binomtest(k, len(judged)).proportion_ci(0.95)
         rows.append(
             {"gate": gate, "pairs": len(judged), "different": k, "rate": k / len(judged), "lo": float(rate.low),
              "hi": float(rate.high), "changed": sum(r["changed"] for r in judged),
-             "items": sum(r["n"] for r in judged)}
+             "items": sum(r["n"] for r in judged), "items_a_pair": n, "needed": needed}
         )  # fmt: skip
     return rows
 
@@ -177,6 +185,8 @@ def _fault(
         facts["refused"] = str(e)
         # As if someone had got round the check of the prompt ids; what is refused for another reason stays refused.
         candidate["prompt_sha256"].values[:] = reference["prompt_sha256"].values
+    # Nothing to be found: the defect changes no bit here (an fp16 clamp that nothing reaches).
+    facts["no_effect"] = all(np.array_equal(candidate[v].values, sound[v].values, equal_nan=True) for v in _NUMBERS)
     table = scores.block_scores(reference, candidate, layout.block).reset_index()
     try:
         items = [p for p in layout.prompts if p.options and p.id in keep]

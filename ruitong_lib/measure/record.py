@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from ruitong_lib import paths
+from ruitong_lib import paths, provenance
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.measure import scores
 from ruitong_lib.measure.calibrate import table_sha256
@@ -132,7 +132,7 @@ def stale(design: Design, folder: Path, path: Path = GATES) -> tuple[list[str], 
     known = thresholds(path)
     if known["design"] != design.name:
         raise RuitongError(f"{path.name} holds the thresholds of {known['design']!r}, not of {design.name!r}")
-    causes, unseen = [], []
+    causes = []
     if known["version"] != VERSION:
         causes.append(f"the code: version {known['version']} made them, this is {VERSION}")
     if known["design_sha256"] != design.sha256:
@@ -142,6 +142,9 @@ def stale(design: Design, folder: Path, path: Path = GATES) -> tuple[list[str], 
             causes.append(
                 f"the prompt set {name}: its hash is {sha[:12]}, theirs {known['prompt_sets'].get(name)!s:.12}"
             )
+    made = {**known["packages"], "hardware": known["hardware"]}
+    here = {**{n: provenance.version(n) for n in known["packages"]}, "hardware": _hardware()}
+    unseen = [f"another {n}: {made[n]} made the thresholds, this is {here[n]}" for n in made if made[n] != here[n]]
     weights = _weights(design)
     if not weights:
         unseen.append("the weights: the model is not here")
@@ -159,12 +162,22 @@ def stale(design: Design, folder: Path, path: Path = GATES) -> tuple[list[str], 
     pairs += [
         (f"{s}.{k}", known["scores"][s][k], f[k]) for s, f in again["scores"].items() for k in ("threshold", "limit")
     ]
+    pairs += [
+        (f"false_alarms.{s}.rate", known["false_alarms"][s]["rate"], round(r["rate"], 4))
+        for s, r in again["false_alarms"].items()
+    ]
     causes += [
         f"{name}: {theirs:g} there, {ours:g} derived"
         for name, theirs, ours in pairs
         if not math.isclose(theirs, ours, rel_tol=1e-9)
     ]
     return causes, unseen
+
+
+def _hardware() -> str:
+    from ruitong_lib.collect import devices
+
+    return devices.hardware("cpu")
 
 
 def _weights(design: Design) -> str:

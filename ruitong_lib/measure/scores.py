@@ -73,10 +73,12 @@ def block_scores(reference: xr.Dataset, candidate: xr.Dataset, blocks: Mapping[s
     names = sorted(set(of.tolist()))
     member = of == np.array(names)[:, None]
     valid = pair["valid"].values
-    n = member @ valid.sum(1)
 
     def mean(field: Any) -> Floats:
-        return np.asarray(member @ np.where(valid, np.nan_to_num(np.asarray(field, np.float64)), 0.0).sum(1) / n)
+        x = np.asarray(field, np.float64)
+        known = valid & np.isfinite(x)
+        with np.errstate(invalid="ignore"):  # no known position: NaN
+            return np.asarray((member @ np.where(known, x, 0.0).sum(1)) / (member @ known.sum(1)))
 
     def largest(field: Any) -> Floats:
         rows = np.where(valid, np.nan_to_num(np.asarray(field, np.float64), nan=-np.inf), -np.inf).max(1)
@@ -109,11 +111,11 @@ def _gate_scores(a: xr.Dataset, b: xr.Dataset, blocks: Mapping[str, int], names:
     changed: dict[int, list[bool]] = {i: [] for i in names}
     for prompt, lp in sides[0].items():
         other = sides[1].get(prompt, {})
+        if not all(math.isfinite(x) and math.isfinite(other.get(o, math.nan)) for o, x in lp.items()):
+            continue  # an option that a side does not know leaves the item undefined
         best, second = sorted(lp, key=lambda o: -lp[o])[:2]
-        moved[blocks[prompt]].append(
-            abs((lp[best] - lp[second]) - (other.get(best, np.nan) - other.get(second, np.nan)))
-        )
-        changed[blocks[prompt]].append(best != max(other, key=lambda o: other[o], default=""))
+        moved[blocks[prompt]].append(abs((lp[best] - lp[second]) - (other[best] - other[second])))
+        changed[blocks[prompt]].append(best != max(other, key=lambda o: other[o]))
     return {
         "option_margin": np.array([np.mean(moved[i]) if moved[i] else np.nan for i in names]),
         "changed_options": np.array([np.mean(changed[i]) if changed[i] else np.nan for i in names]),
@@ -167,15 +169,44 @@ def calibration_compound(table: pd.DataFrame, names: Sequence[str]) -> Floats:
     Scaled by itself too, no replicate could lie beyond the largest, and a new one could: the threshold would be too
     low.
     """
+    return _scaled_by_others(table, left_out(table), names)
+
+
+def _scaled_by_others(table: pd.DataFrame, others: NDArray[np.bool_], names: Sequence[str]) -> Floats:
+    """Return each row's compound score, scaled by its ``others`` (rows, rows)."""
+    found = np.full(len(table), -np.inf)
+    n = others.sum(1)
+    for s in names:
+        x = table[s].to_numpy(float)
+        below = (others & (x[None, :] < x[:, None])).sum(1) + (others & (x[None, :] <= x[:, None])).sum(1)
+        theirs = np.where(others, x[None, :], np.nan)
+        largest, median = np.nanmax(theirs, axis=1), np.nanmedian(theirs, axis=1)
+        beyond = 1 + (x - largest) / np.maximum(largest - median, SCORES[s].resolution)
+        found = np.maximum(found, np.where(x > largest, beyond, below / 2 / n))
+    return found
+
+
+def cross_validated_alarms(table: pd.DataFrame, names: Sequence[str], level: float) -> NDArray[np.bool_]:
+    """Return which calibration replicates the compound score would call an alarm, had they not been there.
+
+    The threshold is derived anew from the replicates that share neither pair nor block with the one that is judged,
+    their scaling included: nothing of it, its pair or its block is in it.
+    """
     others = left_out(table)
-    return np.array([compound(table.iloc[[i]], table[others[i]], names)[0] for i in range(len(table))])
+    own = _scaled_by_others(table, others, names)
+    alarms = np.zeros(len(table), dtype=bool)
+    for i, mine in enumerate(others):
+        rest = table[mine]
+        alarms[i] = own[i] > order_statistic(_scaled_by_others(rest, left_out(rest), names), level)
+    return alarms
 
 
 def order_statistic(values: Floats, level: float) -> float:
     """Return the ⌈level (m + 1)⌉-th smallest of m values: a new one lies above it with probability ≤ 1 − level.
 
     Infinite where m is too small to have it. Distribution-free for exchangeable values (Vovk, Gammerman and Shafer
-    2005, doi:10.1007/b106715; Lei et al. 2018, doi:10.1080/01621459.2017.1307116).
+    2005, doi:10.1007/b106715; Lei et al. 2018, doi:10.1080/01621459.2017.1307116). Replicates that share pairs and
+    blocks are not exchangeable, so there the rate is a target, and has to be measured.
     """
     k = math.ceil(level * (len(values) + 1) - 1e-9)
     return float(np.sort(values)[k - 1]) if k <= len(values) else math.inf
@@ -199,16 +230,16 @@ def effective_replicates(table: pd.DataFrame, values: Floats, *, share: float = 
     """Return n_eff: as many independent replicates would fix the rate of alarms as well as these.
 
     Two-way random effects of pair and block (analysis of variance without replication; Searle, Casella and McCulloch,
-    doi:10.1002/9780470316856, chapter 4) of the indicator "among the highest fifth". Alarms are the highest twentieth,
-    too few to measure their correlation, which falls towards the tail for dependence of the Gaussian kind; so this
-    n_eff errs to the low side. A component below 0 counts as 0.
+    doi:10.1002/9780470316856, chapter 4) of the indicator "among the highest fifth" (fewer where values are tied).
+    Alarms are the highest twentieth, too few to measure their correlation well; where it is stronger there, this n_eff
+    is too large. A component below 0 counts as 0. Where it cannot be estimated: the smaller number of pairs and blocks.
     """
     cut = np.quantile(values, 1 - share)
     high = table.assign(high=(values > cut).astype(float)).pivot(index="pair", columns="block", values="high")
     y = high.dropna().to_numpy()  # a pair that lost a replicate to bit-identity is left out of this estimate
     rows, columns = y.shape
     if min(rows, columns) < 2 or y.std() == 0:
-        return float(len(values))
+        return float(min(table["pair"].nunique(), table["block"].nunique()))
     grand, by_row, by_column = y.mean(), y.mean(1), y.mean(0)
     ms_row = columns * ((by_row - grand) ** 2).sum() / (rows - 1)
     ms_column = rows * ((by_column - grand) ** 2).sum() / (columns - 1)
@@ -265,7 +296,7 @@ def calibrate(table: pd.DataFrame, *, level: float, minimum: int) -> dict[str, A
     -------
     ``m``, ``threshold`` (of the compound score), ``n_eff``, ``scores``: for each its own ``threshold``, the ``limit``
     at which the compound alarms, ``median``, ``largest``; ``false_alarms``: for each score and the compound, with the
-    threshold of the replicates that share neither pair nor block.
+    threshold of the replicates that share neither pair nor block (:func:`cross_validated_alarms`).
 
     Raises
     ------
@@ -285,7 +316,10 @@ def calibrate(table: pd.DataFrame, *, level: float, minimum: int) -> dict[str, A
     others = left_out(table)
     rates = {}
     for s, x in values.items():
-        alarms = np.array([x[i] > order_statistic(x[others[i]], level) for i in range(m)])
+        if s == COMPOUND:
+            alarms = cross_validated_alarms(table, names, level)
+        else:
+            alarms = np.array([x[i] > order_statistic(x[others[i]], level) for i in range(m)])
         rates[s] = alarm_rate(table, alarms, effective_replicates(table, x))
     return {
         "m": m,

@@ -71,7 +71,9 @@ def decide(n: int, changed: int, beyond: int, floor_only: int | None) -> dict[st
         if lowest > margin:
             why = f"{what}, {floor_only} by the floor alone: at least {100 * lowest:.2g} % more than the floor"
             return out | {"verdict": "DIFFERENT", "reason": why}
-    if bound < margin and n >= least:
+    # Where the floor changes many answers elsewhere, "left alone by the floor" excuses much: then all changes count.
+    noisy = floor_only is not None and floor_only > margin * n and upper_bound(changed, n) >= margin
+    if bound < margin and n >= least and not noisy:
         return out | {"verdict": "EQUIVALENT", "reason": f"{shown}, inside the margin of {100 * margin:g} %"}
     needed = items_needed(beyond, n, margin, least=max(least, n))
     settle = f"{needed} items would do at this share" if needed else "no number of items is in sight at this share"
@@ -81,6 +83,6 @@ def decide(n: int, changed: int, beyond: int, floor_only: int | None) -> dict[st
             f"{shown}, at least {100 * lower_bound(changed, n):.2g} %",
             "no floor was given, which may explain it",
         ]
-    elif floor_only is not None and floor_only > margin * n:
+    elif noisy:
         reasons.append(f"the floor alone changed {floor_only} others, so this form is noisy by itself")
     return out | {"verdict": "INCONCLUSIVE", "reason": "; ".join(reasons), "n_needed": needed}

@@ -25,6 +25,19 @@ LOCK = paths.PARAMS / "numbers.txt"
 FIXED = "fixed"
 # A sign counts only where it is none of a range's, a name's or a date's.
 _NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)*(?:e[-−+]?\d+)?|\d+")
+# Where the results stand that a document, or a section of it, cites; elsewhere in the release a number is another one,
+# though it reads the same. A document that is not here cites none.
+_CORPORA = ("published/", "delta_table/rows/qwen")
+_PLACES: dict[str, tuple[str, ...]] = {
+    "README.md": ("delta_table/rows/smollm2",),
+    "README.md#Published measurements": _CORPORA,
+    "METHOD.md": ("delta_table/rows/smollm2",),
+    "METHOD.md#Oracle": ("oracle/",),
+    "METHOD.md#Gates on answers": ("gates/",),
+    "METHOD.md#Calibration": ("calibration/",),
+    "METHOD.md#The published corpora": _CORPORA,
+    "notebooks/published_corpora.ipynb": _CORPORA,
+}
 _SCALE = re.compile(r"\*(100|1000|1000000)$")
 
 
@@ -120,7 +133,7 @@ def check(folder: Path, *, site: Path | None = None, lock: Path = LOCK, update: 
     """
     known, texts, held = results(folder), documents(), read_lock(lock)
     if update:
-        held = {name: _updated(text, held.get(name, []), known) for name, text in texts.items()}
+        held = {name: _updated(name, text, held.get(name, []), known) for name, text in texts.items()}
         lines = [x for name, pairs in held.items() for x in (f"# {name}", *[f"{n} {s}" for n, s in pairs], "")]
         lock.write_text("\n".join(lines), encoding="utf-8")
     wrong = [
@@ -152,9 +165,9 @@ def difference(name: str, text: str, held: Sequence[tuple[str, str]]) -> list[st
     return [f"{name}: {held[len(found)][0]} is gone"] if len(held) > len(found) else []
 
 
-def _updated(text: str, held: list[tuple[str, str]], known: Mapping[str, float]) -> list[tuple[str, str]]:
+def _updated(name: str, text: str, held: list[tuple[str, str]], known: Mapping[str, float]) -> list[tuple[str, str]]:
     """Keep the sources of numbers that stayed, in place; find those of new ones."""
-    found, sources = numbers(text), _sources(text, known)
+    found, sources = numbers(text), _sources(name, text, known)
     out: list[tuple[str, str]] = []
     matcher = difflib.SequenceMatcher(None, [n for n, _ in held], found, autojunk=False)
     for kind, i, j, a, b in matcher.get_opcodes():
@@ -165,14 +178,19 @@ def _updated(text: str, held: list[tuple[str, str]], known: Mapping[str, float])
     return out
 
 
-def _sources(text: str, known: Mapping[str, float]) -> list[str]:
-    """Return for each number of a text the result that it can be, else ``fixed``.
+def _sources(name: str, text: str, known: Mapping[str, float]) -> list[str]:
+    """Return for each number of a document the result that it can be, else ``fixed``.
 
-    Several results may round to one number; the numbers of a line come from one row of the table where they can.
+    Several results may round to one number: the section says which file of the release it is from, and the numbers of
+    a line come from one row of the table where they can.
     """
     out: list[str] = []
+    of = {places: {k: v for k, v in known.items() if k.startswith(places)} for places in _PLACES.values()}
+    own = of.get(_PLACES.get(name, ()), {})
     for line in text.split("\n"):
-        keys = [_candidates(token, known, percent="%" in line) for token in numbers(line)]
+        if line.startswith("## "):
+            own = of.get(_PLACES.get(f"{name}#{line[3:]}", _PLACES.get(name, ())), {})
+        keys = [_candidates(token, own, percent="%" in line) for token in numbers(line)]
         rows = Counter(row for found in keys for row in {_row(k) for k in found})
         out += [max(found, key=lambda k: (rows[_row(k)], -len(k)), default=FIXED) for found in keys]
     return out

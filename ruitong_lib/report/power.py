@@ -47,6 +47,7 @@ def gate_alarm_table(result: Mapping[str, Any]) -> pd.DataFrame:
         r["gate"]: {
             "false alarms": _rate({**r, "alarms": r["different"], "n": r["pairs"]}),
             "changed answers": f"{r['changed']}/{r['items']} = {100 * r['changed'] / r['items']:.1f} %",
+            "changes of a pair that it takes": f"{r['needed']} of {r['items_a_pair']}",
         }
         for r in result["gates"]
     }
@@ -75,7 +76,7 @@ def power_table(result: Mapping[str, Any]) -> pd.DataFrame:
                 "compound": hits.pop(COMPOUND),
                 **hits,
                 "gate, changed": changed,
-                "manifest": "refused" if r["refused"] else "",
+                "note": "no effect here" if r["no_effect"] else "manifest refuses" if r["refused"] else "",
             }
         )
     return pd.DataFrame(rows)
@@ -101,7 +102,7 @@ def missed(result: Mapping[str, Any]) -> pd.DataFrame:
         {"fault": r["fault"], "severity": f"{r['severity']:g} ({FAULTS[r['fault']].unit})",
          "found": f"{r['hits'][COMPOUND]}/{r['blocks']}", "KL / floor": _short(r["kl_over_floor"])}
         for r in result["power"]
-        if r["hits"][COMPOUND] < 0.8 * r["blocks"]
+        if r["hits"][COMPOUND] < 0.8 * r["blocks"] and not r["no_effect"]
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=["fault", "severity", "found", "KL / floor"])
 
@@ -138,7 +139,7 @@ def text(result: Mapping[str, Any]) -> str:
         _frame(answers(result)),
         "Known limits, missed by the compound in more than 20 % of the blocks:",
         _frame(missed(result), index=False),
-        f"{result['seconds']:.0f} s",
+        f"{result['seconds_of_last_call']:.0f} s",
     ]
     return "\n\n".join(parts)
 
