@@ -42,6 +42,15 @@ class TestNewShard:
         assert set(schema.CELL_COORDS) <= set(ds.coords)
         assert ds["seed"].dtype == np.int64
 
+    def test_says_what_everything_is(self, shard, tmp_path):
+        for coordinate in shard.coords.values():  # as a file of an earlier version
+            coordinate.attrs.clear()
+        path = schema.save(shard, tmp_path / "x.nc")
+        for ds in (schema.load(path), schema.combine([shard])):
+            for name, array in ds.variables.items():
+                assert array.attrs["long_name"], name
+                assert array.dtype.kind in "OUTb" or array.attrs["units"], name
+
     def test_is_writable_in_place_and_shares_nothing(self):
         names = {"prompt": ["a"], "category": [""], "language": [""]}
         one, two = (schema.new_shard(DEFAULTS | LIMITS, "x", names, n_positions=2, k=2) for _ in range(2))

@@ -7,7 +7,7 @@ import numpy as np
 import xarray as xr
 
 from ruitong_lib.schema.shard import provenance, validate
-from ruitong_lib.schema.table import VARIABLES, SchemaError, attributes
+from ruitong_lib.schema.table import VARIABLES, SchemaError, attributes, describe
 
 
 def combine(shards: Iterable[xr.Dataset]) -> xr.Dataset:
@@ -57,7 +57,7 @@ def combine(shards: Iterable[xr.Dataset]) -> xr.Dataset:
             out[v.name] = out[v.name].astype(v.dtype)
     out.attrs["title"] = "Ruitong aggregate"
     _check_prompt_hashes(out)
-    return validate(out, where="aggregate")
+    return validate(describe(out), where="aggregate")
 
 
 def _check_prompt_hashes(ds: xr.Dataset) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from ruitong_lib.schema.shard import validate
-from ruitong_lib.schema.table import SchemaError
+from ruitong_lib.schema.table import SchemaError, describe
 
 
 def save(ds: xr.Dataset, path: str | os.PathLike[str], *, groups: Mapping[str, xr.Dataset] | None = None) -> Path:
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str], *, group: str = "") -> xr.Dataset:
     for name in (*ds.data_vars, *ds.coords):
         if ds[name].dtype.kind in "OUT":
             ds[name] = _map_text(ds[name], unescape)
-    return validate(ds, where=str(path))
+    return validate(describe(ds), where=str(path))
 
 
 def _map_text(array: xr.DataArray, change: Callable[[str], str]) -> xr.DataArray:

@@ -16,6 +16,7 @@ from ruitong_lib.schema.table import (
     VARIABLES,
     SchemaError,
     attributes,
+    describe,
 )
 
 
@@ -71,7 +72,7 @@ def new_shard(
         if v.required or (moe[1] if v.name == "expert_id" else text_tokens):
             dtype = object if v.dtype == "str" else v.dtype
             ds[v.name] = (v.dims, np.full([sizes[d] for d in v.dims], v.fill, dtype=dtype), attributes(v))
-    return ds
+    return describe(ds)
 
 
 def validate(ds: xr.Dataset, *, where: str = "dataset") -> xr.Dataset:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+import xarray as xr
 
 from ruitong_lib.errors import RuitongError
 
@@ -105,10 +106,47 @@ CELL_COORDS: dict[str, str] = {
     "anchor": "str",
 }
 PROMPT_COORDS = ("category", "language")
+# Name → unit, meaning; for the labelled reprs. A name that is not here speaks for itself.
+MEANINGS: dict[str, tuple[str, str]] = {
+    "cell": ("", "label of the cell, ending in its content key"),
+    "scoring": ("", "decode: the cell's own greedy text; replay: the anchor's text"),
+    "prompt": ("", "id of the prompt in its set"),
+    "position": ("1", "token after the prompt; 0 is the first"),
+    "k": ("1", "rank of the alternative; 0 is the best"),
+    "model": ("", "hub id, folder, or smollm2-135m"),
+    "revision": ("", "commit of the model"),
+    "engine": ("", "transformers, or endpoint: a server"),
+    "device": ("", "torch's name of the device"),
+    "hardware": ("", "name, memory and architecture from the driver"),
+    "precision": ("", "dtype or recipe of weights and activations"),
+    "batch_size": ("1", "prompts in a batch, or requests in flight"),
+    "composition": ("1", "which prompts share a batch: 0 is their order, n a shuffle seeded with n"),
+    "attention": ("", "attention implementation"),
+    "onednn_isa": ("", "cap on the CPU's instruction set; empty is none"),
+    "deterministic": ("", "whether deterministic algorithms were asked for"),
+    "threads": ("1", "CPU threads"),
+    "seed": ("1", "seed of torch"),
+    "repeat": ("1", "number of the rerun"),
+    "prompts": ("", "prompt set"),
+    "max_new_tokens": ("1", "token limit of a decoded text"),
+    "anchor": ("", "cell whose text is replayed"),
+    "category": ("", "kind of the prompt"),
+    "language": ("", "language of the prompt"),
+    "moe_layer": ("1", "number of a layer that routes"),
+    "slot": ("1", "place among the experts that a token gets"),
+}
 
 
 class SchemaError(RuitongError):
     """A file that is not a shard or an aggregate of this schema."""
+
+
+def describe(ds: xr.Dataset) -> xr.Dataset:
+    """Say of each coordinate what it means and its unit; in place."""
+    for name, (units, long_name) in MEANINGS.items():
+        if name in ds.coords:
+            ds.coords[name].attrs.update({"long_name": long_name, **({"units": units} if units else {})})
+    return ds
 
 
 def attributes(v: Variable) -> dict[str, Any]:
