@@ -47,7 +47,7 @@ test: model  ## lint, types, tests; notebooks included. Needs g++ and chromium
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 served: model  ## set up vLLM for the CPU in .venv-vllm (3.4 GB)
 	PYTHON=$(PYTHON) tests/servers/setup_vllm.sh

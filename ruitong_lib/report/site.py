@@ -80,6 +80,7 @@ def pages(folder: Path) -> dict[str, str]:
     document = release.read(folder)
     load = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=load, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["whole"] = _whole
     css, script = (Markup((TEMPLATES / n).read_text(encoding="utf-8")) for n in ("style.css", "table.js"))
     languages = yaml.safe_load((TEMPLATES / "strings.yml").read_text(encoding="utf-8"))
     ordered = sorted(document["rows"], key=lambda r: _ORDER[r["status"]])
@@ -115,6 +116,13 @@ def pages(folder: Path) -> dict[str, str]:
     )
     out["method.html"] = environment.get_template("method.html.j2").render(d=document, css=css, body=Markup(method))
     return out
+
+
+def _whole(text: Any) -> Any:
+    """Keep a browser from breaking a number at the hyphen of its exponent."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"[\d.]+e-\d+", r'<span class="n">\g<0></span>', str(escape(text))))
 
 
 def citation(document: Row) -> str:
