@@ -196,7 +196,7 @@ def plot_false_alarms(result: Mapping[str, Any]) -> Figure:
     ax.invert_yaxis()
     ax.set_xlabel("false alarms, % of replicates")
     ax.set_xlim(left=0)
-    ax.legend(loc="lower right")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=2)
     c, held = result["calibration"], result["held_out"]
     n = held["rates"][COMPOUND]["n"]
     line = f"False alarms: n_eff {c['n_eff']:.1f} of {c['m']} replicates, held out {held['n_eff']:.1f} of {n}"
