@@ -9,7 +9,7 @@ run = $(BIN)/papermill --no-progress-bar --kernel python3 notebooks/$(1).ipynb o
 
 .PHONY: help venv model demo table test served test-served lab clean
 help:  ## show this
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 venv: $(VENV)/.installed  ## make .venv with everything in its tested version
 
@@ -31,7 +31,7 @@ demo: model  ## run the demo grid on the CPU and print its delta table with nois
 	$(call run,delta_table)
 	cat outputs/tables/delta_table.md
 
-table: model  ## measure what this machine can of the benchmark, and make the table and its site: half an hour
+table: model  ## measure what this machine can of the benchmark, and make a table and site of its own: half an hour
 	$(BIN)/ruitong grid params/demo.yml
 	$(BIN)/ruitong grid params/oracle.yml
 	$(BIN)/ruitong grid params/gates-demo.yml
@@ -40,8 +40,8 @@ table: model  ## measure what this machine can of the benchmark, and make the ta
 	$(call run,gates)
 	test -z "$$RUITONG_DATA" || $(call run,published_corpora)
 	$(BIN)/ruitong aggregate
-	$(BIN)/ruitong table
-	$(BIN)/ruitong site
+	$(BIN)/ruitong table --version here
+	$(BIN)/ruitong site --version here
 
 test: model  ## lint, types, tests; notebooks included. Needs g++ and chromium
 	$(BIN)/ruff check

@@ -17,6 +17,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from ruitong_lib.benchmark import load_benchmark
 from ruitong_lib.cli import app
 from ruitong_lib.collect import replicas
 from ruitong_lib.collect.replicas import Bench, Replica
@@ -320,7 +321,7 @@ def test_tables_and_figures(ran: dict[str, Any], tmp_path: Path) -> None:
     text = power.text(result)
     for part in ("compound", "gqa_mixup", "held out: n_eff", "Mildest severity", "Known limits"):
         assert part in text
-    assert len(power.save(result, tmp_path)) == 6
+    assert len(power.save(result, tmp_path)) == 8  # three formats and a caption each
     assert list(power.answers(result).index) == ["top-2 transposed at 1 position in 64"]
 
 
@@ -487,6 +488,20 @@ FOUND = [
 ]
 
 
+def test_the_committed_thresholds_follow_from_their_inputs(tmp_path: Path) -> None:
+    assert record.stale(load_design(PARAMS / "demo-gates.yml"), tmp_path)[0] == []
+
+
+def test_the_published_calibration_holds_what_is_said_of_it() -> None:
+    version = load_benchmark()["version"]
+    path = ROOT / "outputs" / "tables" / version / "calibration.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert {n for n, s in found["smallest"].items() if s["compound"] is not None} == set(faults.FAULTS)
+    assert found["held_out"]["within"]
+    assert found["held_out"]["n_eff"] >= 59
+    assert found["provenance"]["scores_sha256"] == record.thresholds()["scores_sha256"]
+
+
 _CALIBRATED = "calibration" in yaml.safe_load((PARAMS / "gates.yml").read_text(encoding="utf-8"))
 
 
@@ -511,6 +526,10 @@ def test_what_must_be_found_is_found_and_the_floor_stays_silent() -> None:
     for quiet in (Replica("eager", 5), Replica("sdpa", 4, order=40), Replica("sdpa", 3, split=True)):
         found = alarms(quiet)
         assert not found["compound"], (quiet.name, found[found].index.tolist())
+    sound = bench.replay(Replica("sdpa", 5), of, every)
+    for name, severity in (("shifted", 1.0), ("transposed", 1.0), ("processed", 0.5)):
+        table = scores.block_scores(reference, faults.FAULTS[name].function(sound, severity), layout.block)
+        assert scores.alarms_of(table, known).iloc[0]["compound"], name
     for name, severity in FOUND:
         replica = Replica("sdpa", 5, split=faults.FAULTS[name].kind == "cache")
         assert alarms(replica, broken=functools.partial(faults.broken, name, severity))["compound"], name

@@ -124,4 +124,4 @@ def test_the_notebook(made, rows, tmp_path: Path, cwd: Path):
     kept = json.loads((made["out"] / "results" / "gates.json").read_text(encoding="utf-8"))
     assert [r["id"] for r in kept["rows"]] == [r["id"] for r in rows]
     assert kept["published"] == []
-    assert (made["out"] / "figures" / "claim.svg").is_file()
+    assert {p.name for p in (made["out"] / "figures").iterdir()} == {f"claim.{e}" for e in ("svg", "pdf", "png", "txt")}

@@ -283,7 +283,9 @@ class TestReports:
         command += [str(tmp_path / "out.ipynb"), "-p", "outputs", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert {p.name for p in (tmp_path / "figures").iterdir()} == {f"oracle.{e}" for e in ("svg", "pdf", "png")}
+        assert {p.name for p in (tmp_path / "figures").iterdir()} == {
+            f"oracle.{e}" for e in ("svg", "pdf", "png", "txt")
+        }
 
     def test_the_command(self, shards, tmp_path):
         paths = [str(schema.save(shards[i], tmp_path / f"{i}.nc")) for i in (FP16, BF16, FP64)]
