@@ -48,6 +48,8 @@ def slice_model(source: Path, layers: int, folder: Path) -> Path:
     if not 1 <= layers <= config.num_hidden_layers:
         raise RuitongError(f"--slice must be from 1 to {config.num_hidden_layers} layers, got {layers}")
     config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):  # one entry a layer, where the family has them
+        config.layer_types = config.layer_types[:layers]
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         weights |= load_file(file)

