@@ -136,30 +136,69 @@ def bodies(words: Vocabulary) -> list[dict[str, Any]]:
     return [healthy(words, 4, k=4), healthy(words, 4, k=4, ids=False), chat(words, 4, k=4), native]
 
 
-@settings(max_examples=300)
-@given(data=st.data())
-def test_a_mutated_answer_is_never_a_silent_number(data: Any, words: Vocabulary) -> None:
-    text = scramble(data.draw(st.sampled_from(bodies(words))), data.draw(st.randoms(use_true_random=False)))
-    document, problem = read_json(text)
+def read(document: Any, problem: str, words: Vocabulary) -> Row:
+    """The row of an answer, as a run reads it."""
     row = rows.decoded(parse(document), words, k=K, eos={EOS}, status=problem)
     row = examine(row, words, k=K, greedy=True)
     text_differs(row, words)
+    return row
+
+
+@pytest.mark.parametrize("shape", range(4))
+def test_an_answer_that_nothing_happened_to_keeps_its_numbers(shape: int, words: Vocabulary) -> None:
+    """Rows without numbers would hold the invariant too."""
+    document, problem = read_json(json.dumps(bodies(words)[shape]))
+    row = read(document, problem, words)
     check(row, document)
+    assert row.n == (3 if shape == 3 else 4)
+    assert np.isfinite(rows.arrays([row], K)["logprob"][0, : row.n]).all()
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_mutated_answer_is_never_a_silent_number(data: Any, words: Vocabulary) -> None:
+    body = data.draw(st.sampled_from(bodies(words)))
+    document, problem = read_json(scramble(body, data.draw(st.randoms(use_true_random=False))))
+    row = read(document, problem, words)
+    check(row, document)
+    assert row.state != "ok" or not problem
+
+
+HOW: list[dict[str, Any]] = [{"prompt_logprobs": 4}, {"echo": True}]
+TOKENS = [100, 101, 102]
+
+
+def scored_by(words: Vocabulary, how: dict[str, Any]) -> dict[str, Any]:
+    """A server's answer to a request that scores ``TOKENS``."""
+    ask = {"prompt": [*PROMPT, *TOKENS], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    return Fake(words, echo=True).respond({**ask, **how}, chat=False, k=4 if "echo" in how else None)
+
+
+def read_replay(document: Any, problem: str, words: Vocabulary) -> Row:
+    """The row of a scored text, as a run reads it."""
+    scored = parse_prompt(document, [*PROMPT, *TOKENS], 4, len(PROMPT))
+    row = rows.replayed(scored, words, start=len(PROMPT), tokens=TOKENS, k=4, status=problem)
+    return examine(row, words, k=4, greedy=False)
+
+
+@pytest.mark.parametrize("how", HOW, ids=lambda how: next(iter(how)))
+def test_a_replay_that_nothing_happened_to_keeps_its_numbers(how: dict[str, Any], words: Vocabulary) -> None:
+    document, problem = read_json(json.dumps(scored_by(words, how)))
+    row = read_replay(document, problem, words)
+    check(row, document, k=4)
+    assert [e.id for e in row.token] == TOKENS
+    assert np.isfinite(rows.arrays([row], 4)["top_logprob"][0, :3, 0]).all()
 
 
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_mutated_replay_is_never_a_silent_number(data: Any, words: Vocabulary) -> None:
-    tokens = [100, 101, 102]
-    fake = Fake(words, echo=True)
-    ask = {"prompt": [*PROMPT, *tokens], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-    how = data.draw(st.sampled_from([{"prompt_logprobs": 4}, {"echo": True}]))
-    body = fake.respond({**ask, **how}, chat=False, k=4 if "echo" in how else None)
+    body = scored_by(words, data.draw(st.sampled_from(HOW)))
     document, problem = read_json(scramble(body, data.draw(st.randoms(use_true_random=False))))
-    scored = parse_prompt(document, [*PROMPT, *tokens], 4, len(PROMPT))
-    row = rows.replayed(scored, words, start=len(PROMPT), tokens=tokens, k=4, status=problem)
-    check(examine(row, words, k=4, greedy=False), document, k=4)
-    assert [e.id for e in row.token] in ([], tokens)  # the anchor's tokens, or nothing
+    row = read_replay(document, problem, words)
+    check(row, document, k=4)
+    assert row.state != "ok" or not problem
+    assert [e.id for e in row.token] in ([], TOKENS)  # the anchor's tokens, or nothing
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
