@@ -1,6 +1,7 @@
 """What the published table is made of: ``params/benchmark.yml``, and the one file that holds its data."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ruitong_lib import paths, schema
 from ruitong_lib.errors import RuitongError, did_you_mean
 from ruitong_lib.grid import aggregate
 from ruitong_lib.gridfile import load_grid
+from ruitong_lib.measure.compare import jsonable
 
 _KNOWN = {"name": str, "version": str, "supersedes": str, "grids": list, "published": dict, "planned": list}
 _PLANNED = ("model", "hardware", "axis", "change", "run")
@@ -88,3 +90,14 @@ def gather(benchmark: dict[str, Any], *, outputs: str = "") -> tuple[xr.Dataset,
         parts[PUBLISHED] = published.assign_attrs(corpora=json.dumps(labels))
     first = next(iter(parts))
     return parts.pop(first).assign_attrs(absent=json.dumps(absent)), parts
+
+
+def keep_result(name: str, content: Mapping[str, Any], outputs: str = "") -> Path:
+    """Write ``results/<name>.json``, whose numbers ``ruitong table`` makes part of a release; return its path.
+
+    NaN and infinity become null.
+    """
+    path = paths.outputs(outputs) / "results" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(jsonable(content), indent=1, ensure_ascii=False), encoding="utf-8")
+    return path

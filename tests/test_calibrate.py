@@ -3,8 +3,6 @@
 import functools
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from running import papermill
 from scipy import stats
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -327,11 +326,8 @@ def test_tables_and_figures(ran: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cwd", [ROOT, NOTEBOOKS], ids=["root", "notebooks"])
 def test_the_notebook(ran: dict[str, Any], tmp_path: Path, cwd: Path) -> None:
-    source = NOTEBOOKS / "calibrate_gates.ipynb"
-    path = str(source.relative_to(ROOT) if cwd == ROOT else source.name)
     given = ["-p", "name", "tiny", "-p", "outputs", str(ran["base"] / "out")]
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", path, str(tmp_path / "out.ipynb"), *given]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = papermill("calibrate_gates", tmp_path / "out.ipynb", *given, cwd=cwd)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(list((ran["base"] / "out" / "figures").glob("*-tiny.png"))) == 2
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import pytest
 import yaml
+from running import papermill
 
 from ruitong_lib import grid, schema
 from ruitong_lib.collect import run_cell
@@ -116,10 +115,8 @@ def test_the_figure_shows_each_row_once(rows):
 
 @pytest.mark.parametrize("cwd", [ROOT, NOTEBOOKS], ids=["root", "notebooks"])
 def test_the_notebook(made, rows, tmp_path: Path, cwd: Path):
-    path = "notebooks/gates.ipynb" if cwd == ROOT else "gates.ipynb"
     given = ["-p", "grid", str(made["file"]), "-p", "outputs", str(made["out"]), "-p", "data", str(tmp_path)]
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", path, str(tmp_path / "out.ipynb"), *given]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = papermill("gates", tmp_path / "out.ipynb", *given, cwd=cwd)
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads((made["out"] / "results" / "gates.json").read_text(encoding="utf-8"))
     assert [r["id"] for r in kept["rows"]] == [r["id"] for r in rows]

@@ -2,8 +2,6 @@
 
 import base64
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,14 @@ import pytest
 import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
+from running import papermill
 
 from ruitong_lib import schema
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.measure import floor as floors
 from ruitong_lib.measure.align import align
 from ruitong_lib.measure.compare import compare
-from ruitong_lib.paths import NOTEBOOKS, ROOT
+from ruitong_lib.paths import NOTEBOOKS
 from ruitong_lib.report import captions, labels, plotdata, plots, teach, teachplots
 from ruitong_lib.testing import synthetic_shards
 
@@ -323,17 +322,6 @@ def test_a_caption_holds_n_and_the_floor_and_is_written_beside_the_figure(ds: xr
 
 
 # Notebooks
-
-
-def papermill(name: str, output: Path, *given: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    source = NOTEBOOKS / f"{name}.ipynb"
-    path = source.relative_to(ROOT) if cwd == ROOT else source.name
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", "--kernel", "python3", str(path), str(output)]
-    return subprocess.run(
-        [*command, *given], cwd=cwd, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **env}
-    )
 
 
 # JupyterLab runs both from their own folder, explore on data (tests/lab): each takes seconds, so not again here.

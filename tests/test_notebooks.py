@@ -2,27 +2,19 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xarray as xr
 import yaml
+from running import papermill
 
 from ruitong_lib import grid, schema
 from ruitong_lib.gridfile import load_grid
 from ruitong_lib.paths import NOTEBOOKS, ROOT
 
 ALL = sorted(NOTEBOOKS.glob("*.ipynb"))
-
-
-def papermill(name: str, output: Path | str, *parameters: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    source = NOTEBOOKS / name
-    path = source.relative_to(ROOT) if cwd == ROOT else source.name
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", str(path), str(output), *parameters]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
 def pairs(**values: Any) -> list[str]:
@@ -59,7 +51,7 @@ def test_run_cell(tiny_folder: Path, tmp_path: Path, cwd: Path) -> None:
     given = pairs(
         model=tiny_folder, prompts="core-4", max_new_tokens=4, precision="bf16", batch_size=2, outputs=tmp_path
     )
-    done = papermill("run_cell.ipynb", tmp_path / "{precision}-b{batch_size}.ipynb", *given, cwd=cwd)
+    done = papermill("run_cell", tmp_path / "{precision}-b{batch_size}.ipynb", *given, cwd=cwd)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "bf16-b2.ipynb").is_file()
     (shard,) = (tmp_path / "cells").glob("*.nc")
@@ -82,7 +74,7 @@ def test_run_cell(tiny_folder: Path, tmp_path: Path, cwd: Path) -> None:
 )
 def test_run_cell_refuses_before_a_model_is_loaded(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     output = tmp_path / "out.ipynb"
-    done = papermill("run_cell.ipynb", output, *pairs(**given))
+    done = papermill("run_cell", output, *pairs(**given))
     assert done.returncode == 1
     assert message in done.stderr
     ran = [c for c in json.loads(output.read_text(encoding="utf-8"))["cells"] if c.get("execution_count")]
@@ -93,7 +85,7 @@ def test_run_cell_refuses_before_a_model_is_loaded(given: dict[str, Any], messag
 @pytest.mark.parametrize("name", ["aggregate", "compare", "delta_table"])
 def test_readers(name: str, outputs: Path, tmp_path: Path, cwd: Path) -> None:
     given = pairs(outputs=outputs, **({"grid": outputs / "tiny.yml"} if name == "aggregate" else {}))
-    done = papermill(f"{name}.ipynb", tmp_path / "out.ipynb", *given, cwd=cwd)
+    done = papermill(name, tmp_path / "out.ipynb", *given, cwd=cwd)
     assert done.returncode == 0, done.stderr[-2000:]
     if name == "aggregate":
         assert schema.load(outputs / "ruitong.nc").sizes["cell"] == 5
@@ -109,7 +101,7 @@ def test_readers(name: str, outputs: Path, tmp_path: Path, cwd: Path) -> None:
 
 
 def test_figures(outputs: Path, tmp_path: Path) -> None:
-    done = papermill("figures.ipynb", tmp_path / "out.ipynb", *pairs(outputs=outputs))
+    done = papermill("figures", tmp_path / "out.ipynb", *pairs(outputs=outputs))
     assert done.returncode == 0, done.stderr[-3000:]
     for ending in ("svg", "pdf", "png"):
         assert len(list((outputs / "figures").glob(f"*.{ending}"))) >= 5

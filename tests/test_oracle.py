@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import yaml
+from running import papermill
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -28,7 +29,6 @@ from ruitong_lib.collect import finished, parts, run_cell, shard_path
 from ruitong_lib.errors import DeviceUnavailableError, RefusedError, RuitongError
 from ruitong_lib.gridfile import load_grid
 from ruitong_lib.measure import oracle
-from ruitong_lib.paths import NOTEBOOKS
 from ruitong_lib.report import distances, table
 from ruitong_lib.report.markdown import to_markdown
 from ruitong_lib.testing import synthetic_shards
@@ -279,9 +279,7 @@ class TestReports:
 
     def test_the_notebook(self, ds, tmp_path):
         schema.save(ds, tmp_path / "ruitong.nc")
-        command = [sys.executable, "-m", "papermill", "--no-progress-bar", str(NOTEBOOKS / "oracle.ipynb")]
-        command += [str(tmp_path / "out.ipynb"), "-p", "outputs", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = papermill("oracle", tmp_path / "out.ipynb", "-p", "outputs", str(tmp_path))
         assert done.returncode == 0, done.stderr[-2000:]
         assert {p.name for p in (tmp_path / "figures").iterdir()} == {
             f"oracle.{e}" for e in ("svg", "pdf", "png", "txt")

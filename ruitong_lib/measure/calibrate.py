@@ -164,14 +164,21 @@ def _estimate(bench: "Bench", todo: Sequence[_Job], of: "Material", tokens: np.n
 
 def _inputs(design: Design, bench: "Bench") -> dict[str, Any]:
     """Return what decides the numbers; shards of another run are thrown away where it differs."""
-    from ruitong_lib import provenance
-    from ruitong_lib.collect import devices
-
     return {
         "version": VERSION,
         "design_sha256": design.sha256,
         "prompt_sets": design.prompt_sets(),
         "weights_sha256": bench.loaded().manifest["weights_sha256"],
+        **machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return what of this machine can move a score: its hardware and the versions of what computes."""
+    from ruitong_lib import provenance
+    from ruitong_lib.collect import devices
+
+    return {
         "hardware": devices.hardware("cpu"),
         "packages": {p: provenance.version(p) for p in ("torch", "transformers")},
     }

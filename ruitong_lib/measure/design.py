@@ -94,6 +94,11 @@ class Layout(NamedTuple):
     block: dict[str, int]  # prompt id → block
     n_calibration: int
 
+    @property
+    def items(self) -> list[Prompt]:
+        """The gate items among the prompts, of both sides."""
+        return [p for p in self.prompts if p.options]
+
     def rows(self, side: str, blocks: int | None = None) -> list[int]:
         """Return the places of the prompts of a side, of its first ``blocks`` blocks."""
         first = 0 if side == "calibration" else self.n_calibration

@@ -69,7 +69,7 @@ def analyse(design: Design, layout: Layout, store: Shards, cells: Mapping[str, S
         "calibration": found | {"bit_identical": identical["calibration"], "floors": _floors(shards, cells, layout)},
         "held_out": _held_out(tables, found) | {"bit_identical": identical["held_out"]},
     }
-    result["gates"] = _gate_alarms(shards, [p for p in layout.prompts if p.options])
+    result["gates"] = _gate_alarms(shards, layout.items)
     rows, faulty = [], []
     for name, severity in design.conditions():
         table, facts = _fault(design, store, layout, shards["held_out"], name, severity)
@@ -151,7 +151,7 @@ def _gate_alarms(shards: Mapping[str, Sequence[xr.Dataset]], items: Sequence[Pro
     for side in shards.values():
         for i in range(0, len(side), 2):
             a, b, c, d = (side[(i + j) % len(side)] for j in range(4))
-            for row in gate_table(a, b, (c, d), items=[p for p in items if p.id in a["prompt"].values], forms=_FORM):
+            for row in gate_table(a, b, (c, d), items=items, forms=_FORM):
                 found.setdefault(row["gate"], []).append(row)
     rows = []
     for gate, judged in found.items():
@@ -189,8 +189,7 @@ def _fault(
     facts["no_effect"] = all(np.array_equal(candidate[v].values, sound[v].values, equal_nan=True) for v in _NUMBERS)
     table = scores.block_scores(reference, candidate, layout.block).reset_index()
     try:
-        items = [p for p in layout.prompts if p.options and p.id in keep]
-        gate = gate_table(reference, candidate, (reference, sound), items=items, forms=_FORM)[-1]
+        gate = gate_table(reference, candidate, (reference, sound), items=layout.items, forms=_FORM)[-1]
         facts |= {"gate": gate["verdict"], "gate_changed": gate["changed"], "gate_floor": gate["floor_changed"],
                   "gate_items": gate["n"]}  # fmt: skip
     except RefusedError as e:  # the options of processed logprobs may be gone

@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from ruitong_lib import paths, provenance
+from ruitong_lib import paths
+from ruitong_lib.benchmark import keep_result
 from ruitong_lib.errors import RuitongError
 from ruitong_lib.measure import scores
-from ruitong_lib.measure.calibrate import table_sha256
-from ruitong_lib.measure.compare import jsonable
+from ruitong_lib.measure.calibrate import machine, table_sha256
 from ruitong_lib.measure.design import VERSION, Design
 
 GATES = paths.PARAMS / "gates.yml"
@@ -69,13 +69,9 @@ def write(result: Mapping[str, Any], path: Path = GATES) -> None:
 
 def publish(result: Mapping[str, Any], outputs: str = "") -> Path:
     """Leave a run's result as ``results/calibration.json``, which `ruitong table` makes part of a release."""
-    path = paths.outputs(outputs) / "results" / "calibration.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     power = [{"id": f"{r['fault']}-{r['severity']:g}", **r} for r in result["power"]]
     gates = [{"id": r["gate"], **r} for r in result["gates"]]
-    text = json.dumps(jsonable({**result, "power": power, "gates": gates}), indent=1, ensure_ascii=False)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return keep_result("calibration", {**result, "power": power, "gates": gates}, outputs)
 
 
 def thresholds(path: Path = GATES) -> dict[str, Any]:
@@ -142,8 +138,7 @@ def stale(design: Design, folder: Path, path: Path = GATES) -> tuple[list[str], 
             causes.append(
                 f"the prompt set {name}: its hash is {sha[:12]}, theirs {known['prompt_sets'].get(name)!s:.12}"
             )
-    made = {**known["packages"], "hardware": known["hardware"]}
-    here = {**{n: provenance.version(n) for n in known["packages"]}, "hardware": _hardware()}
+    made, here = ({**x["packages"], "hardware": x["hardware"]} for x in (known, machine()))
     unseen = [f"another {n}: {made[n]} made the thresholds, this is {here[n]}" for n in made if made[n] != here[n]]
     weights = _weights(design)
     if not weights:
@@ -172,12 +167,6 @@ def stale(design: Design, folder: Path, path: Path = GATES) -> tuple[list[str], 
         if not math.isclose(theirs, ours, rel_tol=1e-9)
     ]
     return causes, unseen
-
-
-def _hardware() -> str:
-    from ruitong_lib.collect import devices
-
-    return devices.hardware("cpu")
 
 
 def _weights(design: Design) -> str:

@@ -127,7 +127,7 @@ def names_of(table: pd.DataFrame) -> list[str]:
     return [s for s in SCORES if s in table and table[s].notna().all()]
 
 
-def rank_scaled(x: Floats, calibration: Floats, resolution: float) -> Floats:
+def rank_scaled(x: Floats, calibration: Floats, resolution: float, *, among: NDArray[np.bool_] | None = None) -> Floats:
     """Put a score on a scale that all scores share.
 
     Up to the largest calibration value: the mid-rank among them, as a share (0 to 1). Beyond it, where ranks end:
@@ -142,17 +142,25 @@ def rank_scaled(x: Floats, calibration: Floats, resolution: float) -> Floats:
         Values of the calibration replicates (m,).
     resolution
         As :class:`Score`.
+    among
+        Which calibration values count for which x (n, m); by default all.
     """
-    c = np.sort(calibration)
-    rank = (np.searchsorted(c, x, "left") + np.searchsorted(c, x, "right")) / 2 / len(c)
-    step = max(float(c[-1] - np.median(c)), resolution)
-    return np.where(x > c[-1], 1 + (x - c[-1]) / step, rank)
+    among = np.ones((len(x), len(calibration)), dtype=bool) if among is None else among
+    value = x[:, None]
+    rank = ((among & ~(calibration >= value)).sum(1) + (among & ~(calibration > value)).sum(1)) / 2 / among.sum(1)
+    theirs = np.where(among, calibration, np.nan)
+    largest, median = np.nanmax(theirs, axis=1), np.nanmedian(theirs, axis=1)
+    beyond = 1 + (x - largest) / np.maximum(largest - median, resolution)
+    return np.asarray(np.where(x > largest, beyond, rank))
 
 
-def compound(table: pd.DataFrame, calibration: pd.DataFrame, names: Sequence[str]) -> Floats:
+def compound(
+    table: pd.DataFrame, calibration: pd.DataFrame, names: Sequence[str], *, among: NDArray[np.bool_] | None = None
+) -> Floats:
     """Return the compound score of each row: the largest of its rank-scaled scores; shape (rows,)."""
     scaled = [
-        rank_scaled(table[s].to_numpy(float), calibration[s].to_numpy(float), SCORES[s].resolution) for s in names
+        rank_scaled(table[s].to_numpy(float), calibration[s].to_numpy(float), SCORES[s].resolution, among=among)
+        for s in names
     ]
     return np.asarray(np.max(scaled, axis=0))
 
@@ -169,21 +177,7 @@ def calibration_compound(table: pd.DataFrame, names: Sequence[str]) -> Floats:
     Scaled by itself too, no replicate could lie beyond the largest, and a new one could: the threshold would be too
     low.
     """
-    return _scaled_by_others(table, left_out(table), names)
-
-
-def _scaled_by_others(table: pd.DataFrame, others: NDArray[np.bool_], names: Sequence[str]) -> Floats:
-    """Return each row's compound score, scaled by its ``others`` (rows, rows)."""
-    found = np.full(len(table), -np.inf)
-    n = others.sum(1)
-    for s in names:
-        x = table[s].to_numpy(float)
-        below = (others & (x[None, :] < x[:, None])).sum(1) + (others & (x[None, :] <= x[:, None])).sum(1)
-        theirs = np.where(others, x[None, :], np.nan)
-        largest, median = np.nanmax(theirs, axis=1), np.nanmedian(theirs, axis=1)
-        beyond = 1 + (x - largest) / np.maximum(largest - median, SCORES[s].resolution)
-        found = np.maximum(found, np.where(x > largest, beyond, below / 2 / n))
-    return found
+    return compound(table, table, names, among=left_out(table))
 
 
 def cross_validated_alarms(table: pd.DataFrame, names: Sequence[str], level: float) -> NDArray[np.bool_]:
@@ -192,13 +186,8 @@ def cross_validated_alarms(table: pd.DataFrame, names: Sequence[str], level: flo
     The threshold is derived anew from the replicates that share neither pair nor block with the one that is judged,
     their scaling included: nothing of it, its pair or its block is in it.
     """
-    others = left_out(table)
-    own = _scaled_by_others(table, others, names)
-    alarms = np.zeros(len(table), dtype=bool)
-    for i, mine in enumerate(others):
-        rest = table[mine]
-        alarms[i] = own[i] > order_statistic(_scaled_by_others(rest, left_out(rest), names), level)
-    return alarms
+    without = [order_statistic(calibration_compound(table[others], names), level) for others in left_out(table)]
+    return np.asarray(calibration_compound(table, names) > np.array(without))
 
 
 def order_statistic(values: Floats, level: float) -> float:
@@ -314,13 +303,10 @@ def calibrate(table: pd.DataFrame, *, level: float, minimum: int) -> dict[str, A
     threshold = order_statistic(values[COMPOUND], level)
     at = limits(table, names, threshold)
     others = left_out(table)
-    rates = {}
-    for s, x in values.items():
-        if s == COMPOUND:
-            alarms = cross_validated_alarms(table, names, level)
-        else:
-            alarms = np.array([x[i] > order_statistic(x[others[i]], level) for i in range(m)])
-        rates[s] = alarm_rate(table, alarms, effective_replicates(table, x))
+    alarms = {s: np.array([x > order_statistic(values[s][o], level) for x, o in zip(values[s], others, strict=True)])
+              for s in names}  # fmt: skip
+    alarms[COMPOUND] = cross_validated_alarms(table, names, level)
+    rates = {s: alarm_rate(table, alarms[s], effective_replicates(table, x)) for s, x in values.items()}
     return {
         "m": m,
         "level": level,

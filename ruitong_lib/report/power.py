@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ruitong_lib.measure.faults import FAULTS
+from ruitong_lib.measure.operating import POWER
 from ruitong_lib.measure.scores import COMPOUND, SCORES
 from ruitong_lib.report import drawing
 
@@ -102,7 +103,7 @@ def missed(result: Mapping[str, Any]) -> pd.DataFrame:
         {"fault": r["fault"], "severity": f"{r['severity']:g} ({FAULTS[r['fault']].unit})",
          "found": f"{r['hits'][COMPOUND]}/{r['blocks']}", "KL / floor": _short(r["kl_over_floor"])}
         for r in result["power"]
-        if r["hits"][COMPOUND] < 0.8 * r["blocks"] and not r["no_effect"]
+        if r["hits"][COMPOUND] < POWER * r["blocks"] and not r["no_effect"]
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=["fault", "severity", "found", "KL / floor"])
 
@@ -114,8 +115,8 @@ def answers(result: Mapping[str, Any]) -> pd.DataFrame:
         r = next((r for r in result["power"] if r["fault"] == name and r["severity"] == severity), None)
         if r is None:
             continue
-        sure = [s for s, n in r["hits"].items() if n >= 0.8 * r["blocks"]]
-        some = [f"{s} {n}/{r['blocks']}" for s, n in r["hits"].items() if 0 < n < 0.8 * r["blocks"]]
+        sure = [s for s, n in r["hits"].items() if n >= POWER * r["blocks"]]
+        some = [f"{s} {n}/{r['blocks']}" for s, n in r["hits"].items() if 0 < n < POWER * r["blocks"]]
         rows[question] = {"seen by": ", ".join(sure) or "none", "sometimes by": ", ".join(some)}
     return pd.DataFrame.from_dict(rows, orient="index", columns=["seen by", "sometimes by"])
 

@@ -106,7 +106,7 @@ CELL_COORDS: dict[str, str] = {
     "anchor": "str",
 }
 PROMPT_COORDS = ("category", "language")
-# Name → unit, meaning; for the labelled reprs. A name that is not here speaks for itself.
+# Name of each coordinate → unit, meaning; for the labelled reprs.
 MEANINGS: dict[str, tuple[str, str]] = {
     "cell": ("", "label of the cell, ending in its content key"),
     "scoring": ("", "decode: the cell's own greedy text; replay: the anchor's text"),

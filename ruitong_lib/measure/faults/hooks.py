@@ -32,9 +32,9 @@ def fault(function: Break) -> Callable[[Any, float], contextlib.AbstractContextM
 
 def layers(model: Any, share: float = 1.0) -> list[Any]:
     """Return a share of the decoder's layers, evenly spread; at least one, then the middle one."""
-    layers = model.get_decoder().layers
-    n = min(len(layers), max(1, round(share * len(layers))))
-    return [layers[int((i + 0.5) * len(layers) / n)] for i in range(n)]
+    every = model.get_decoder().layers
+    n = min(len(every), max(1, round(share * len(every))))
+    return [every[int((i + 0.5) * len(every) / n)] for i in range(n)]
 
 
 def part(owner: Any, name: str, what: str) -> Any:
